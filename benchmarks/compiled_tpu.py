@@ -11,7 +11,6 @@ for a call, this call counts as failed, and another process goes on.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import time
 from collections import Counter
@@ -321,7 +320,7 @@ def compiled(case: dict[str, Any]) -> dict[str, Any]:
     """Compile two configurations of each call of a case; return the results, or why the case has no call."""
     import jax
 
-    from ejkernel.ops.autotuner.compile.bundles import candidates_to_compile
+    from ejkernel.ops.autotuner.compile.bundles import aimed_calls
     from ejkernel.ops.autotuner.compile.targets import Target, compile_for
     from ejkernel.ops.core.transformations.nodes import Choice
     from ejkernel.ops.errors import EjkernelError
@@ -334,13 +333,11 @@ def compiled(case: dict[str, Any]) -> dict[str, Any]:
     except EjkernelError as error:
         return {"refused": " ".join(str(error).split())[:300]}
     outcomes = []
-    for inv in calls:
-        aimed = dataclasses.replace(inv.abstract(), device=target.fingerprint).representative
-        first, *others = candidates_to_compile(aimed, None, 100)
+    for aimed, (first, *others) in aimed_calls(calls, target, None, 100, "compile"):
         chosen = [first, *random.Random(str(case)).sample(others, min(1, len(others)))]
         for config in chosen:
             start = time.monotonic()
-            found = {"operation": inv.op_id, "config": str(config), "space": len(others) + 1}
+            found = {"operation": aimed.op_id, "config": str(config), "space": len(others) + 1}
             try:
                 compile_for(aimed, Choice(config=config, platform=aimed.platform), target)
             except Exception as error:  # noqa: BLE001 - whatever the compiler raises is the answer

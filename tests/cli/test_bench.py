@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import re
 import sys
 import types
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.cli import bench as cli_bench
-from ejkernel.cli import main, peaks, rounds
+from ejkernel.cli import builds, main, peaks, rounds
 from ejkernel.ops import Invocation, PersistentCache, autotune, default_executor
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.execution.discovery import of_arrays
@@ -157,7 +158,7 @@ def test_untuned_runs_the_heuristic_and_tuned_the_saved_configuration(bench, mon
         ran[build.name] = float((build.compiled(x) / x).mean())
         build.samples.append(1.0)
 
-    monkeypatch.setattr("ejkernel.cli.bench.Build.step", step)
+    monkeypatch.setattr("ejkernel.cli.builds.Build.step", step)
     status, out, _ = bench("step", "--baseline", "benched_program:plain", "--per-step", "16", "--json")
     found = json.loads(out)
     assert status == 0
@@ -222,6 +223,34 @@ def test_an_operation_is_compared_with_the_measured_peak_of_the_device(capsys, m
     assert json.loads(capsys.readouterr().out)["peak"]["dtype"] == "float32"
 
 
+LOSS = ["--shape", "f32[8,4]", "--shape", "f32[4,16]", "--shape", "i32[8]", "--rounds", "6", "--json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "calls"),
+    [
+        ("linear_cross_entropy", ["--gradient"], "linear_cross_entropy_gradients"),
+        ("linear_cross_entropy_gradients", [], "linear_cross_entropy_gradients"),
+        ("linear_cross_entropy_gradients", ["--gradient"], "linear_cross_entropy_gradients"),
+        ("token_log_probs", [], "linear_cross_entropy"),
+        ("linear_cross_entropy", [], "linear_cross_entropy"),
+    ],
+)
+def test_the_gradient_of_a_loss_is_the_call_of_a_training_step(capsys, name, more, calls):
+    assert main(["bench", "--op", name, *LOSS, *more]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["op"] == f"{calls}@v0"
+    assert found["builds"][-1]["configurations"][0].startswith("implementation=xla")
+    assert ("A program that differentiates a mean or a sum" in found["note"]) == bool(more)
+
+
+def test_the_gradient_of_losses_per_token_is_measured_by_their_name(capsys):
+    assert main(["bench", "--op", "token_log_probs", *LOSS, "--gradient"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["op"], found["note"]) == ("linear_cross_entropy@v0", "")
+    assert len(found["builds"][-1]["configurations"]) == 2  # forward and backward
+
+
 def test_without_a_known_peak_the_command_names_the_option(capsys):
     assert main(["bench", "--op", "rms_norm", "--shape", "f32[8,16]", "--rounds", "6"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
@@ -274,7 +303,8 @@ def test_results_of_builds_are_compared(bench):
     found = json.loads(bench("step", "--baseline", "benched_program:plain", "--json")[1])
     assert found["apart"] == {"baseline": 0.0, "untuned": 0.5}
     said = " ".join(found["conclusions"])
-    assert "The results of baseline and tuned agree to 0.0e+00 of their norm." in said
+    agree = "The results of baseline and tuned agree to 0.0e+00 of their norm: after one step with the same random"
+    assert agree in said
     assert "The results of untuned and tuned DIFFER by 0.5 of their norm: do both compute the same?" in said
 
 
@@ -318,6 +348,11 @@ def test_errors_name_the_mistake(bench, arguments, status, message):
         (["rms_norm"], 2, "--op requires --shape for each array, e.g. --shape bf16[4,1024,8,64]."),
         (["rms_norm", "--shape", "f32[8]", "--baseline", "a:b"], 2, "--baseline requires MODULE:FUNCTION"),
         (["rms_nrm", "--shape", "f32[8]"], 1, "did you mean 'rms_norm'?"),
+        (
+            ["linear_cross_entropy", "--gradient", *LOSS[:6], "--kwargs", '{"reduction": "mean"}'],
+            1,
+            "linear_cross_entropy_gradients has no argument `reduction`",
+        ),
         (["rms_norm", "--shape", "f32[8,16]", "--shape", "f32[5]"], 1, "rms_norm(f32[8,16], f32[5]): "),
         (
             ["rms_norm", "--shape", "4x8"],
@@ -342,6 +377,31 @@ def test_each_time_of_a_row_has_its_own_unit(monkeypatch):
     build = types.SimpleNamespace(name="tuned", compiled=None, compile_seconds=1.0)
     cells = cli_bench._row(build, rounds.compared({"tuned": samples}, "tuned"))
     assert re.findall(r"[mu]s\b", " ".join(cells)) == ["ms", "us", "ms"]
+
+
+def made(name, mebibytes):
+    """Return a build whose steps map that much memory anew."""
+
+    def step():
+        memory = mmap.mmap(-1, (mebibytes << 20) + 1)
+        for page in range(0, len(memory), mmap.PAGESIZE):
+            memory[page] = 1
+
+    return builds.Build(name=name, compiled=step, arguments=((), {}), donated=[], compile_seconds=0.0, calls=[])
+
+
+def test_memory_that_steps_map_anew_is_reported_with_the_remedy(monkeypatch):
+    monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
+    heavy, light = made("tuned", 40), made("untuned", 0)
+    for number in range(5):
+        heavy.step(number)
+        light.step(number)
+    text = builds.of_mapping([light, heavy])
+    assert re.search(r"untuned little, tuned 4\d(\.\d)? MiB \([0-9.]+ m?s of system time\)", text)
+    assert "MALLOC_TRIM_THRESHOLD_" in text
+    assert builds.of_mapping([light]) == ""
+    monkeypatch.setattr("platform.libc_ver", lambda: ("", ""))
+    assert builds.of_mapping([light, heavy]) == ""
 
 
 def test_a_function_that_returns_a_step_is_no_step(folder):

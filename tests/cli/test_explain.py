@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -21,7 +22,7 @@ from ejkernel.modules import flash_attention as flash
 from ejkernel.ops import ConfigSelectorChain, Invocation, PersistentCache
 from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState
 from ejkernel.ops.config.selection import Resolution
-from ejkernel.ops.config.tiers import ORDER
+from ejkernel.ops.config.tiers.tier import ORDER
 from ejkernel.ops.execution.explain import Explanation
 
 PROGRAM = """
@@ -42,6 +43,15 @@ def step():
 
 def nothing():
     return jnp.sin, (jnp.ones(3),)
+"""
+
+NORMED = """
+import jax, jax.numpy as jnp
+from ejkernel.modules import rms_norm
+
+
+def step():
+    return rms_norm, (jax.ShapeDtypeStruct((8, 128), jnp.float32),)
 """
 
 
@@ -194,6 +204,16 @@ def test_a_program_is_explained_for_the_target(folder, capsys):
     assert re.search(r"^key \w+ on tpu:tpu_v6_lite$", out, re.M)
     assert re.search(r"^no answer +override, .*estimated$", out, re.M)
     assert run(capsys, "explain", "--missed", "--target", "tpu_v6e")[0] == 2
+
+
+def test_other_implementations_are_listed_for_the_target(folder, capsys):
+    Path("normed.py").write_text(NORMED)
+    for options, says in (
+        ([], r"do(es)? not run on this device; see `ejkernel list`$"),
+        (["--target", "tpu_v6e"], r"do(es)? not run on tpu_v6e; see `ejkernel list --target tpu_v6e`$"),
+    ):
+        out = run(capsys, "explain", "normed:step", *options)[1]
+        assert re.search(says, out.replace("\n" + " " * 12, " "), re.M)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.cli import report
-from ejkernel.cli.bench import BenchOptions, Build, Loaded, build, build_as_data, print_table, race, same_configurations
+from ejkernel.cli.bench import BenchOptions, build_as_data, print_table, race, same_configurations
+from ejkernel.cli.builds import Build, Loaded, build
 from ejkernel.cli.explain import usual_chain
 from ejkernel.cli.outcome import integers_in_words
 from ejkernel.cli.peaks import Peak, Peaks, main_dtype
@@ -36,6 +37,9 @@ from ejkernel.ops.utils.random_arrays import random_array
 
 CHOSEN: Final = "chosen"  # the call without a request for an implementation
 REFERENCE: Final = "reference"
+# The call that computes the gradient of a scalar loss together with the loss, and another name of the loss per token.
+_IN_TRAINING: Final = {"linear_cross_entropy": "linear_cross_entropy_gradients"}
+_PER_TOKEN: Final = {"token_log_probs": "linear_cross_entropy"}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -49,6 +53,7 @@ class _Result:
         whys: The explanation of each call's configuration, by build.
         found: The times.
         peak: The peak of the device, if it is known.
+        note: What was measured, if `--gradient` means another call.
     """
 
     inv: Invocation[Any, Any]
@@ -57,6 +62,7 @@ class _Result:
     whys: dict[str, list[Explanation]] = dataclasses.field(default_factory=dict)
     found: Comparison = dataclasses.field(init=False)
     peak: Peak | None = None
+    note: str = ""
 
     @property
     def cost(self) -> Cost | None:
@@ -79,12 +85,29 @@ def run_bench_op(options: BenchOptions, imports: Sequence[str]) -> None:
     look_here()
     for module in map(module_named, imports):
         import_users(module)
+    options, note = _as_in_a_program(options)
     inv = call_of_types(options.op, options.shapes, options.kwargs)
-    _print(options, _compared(options, inv, usual_chain(store)))
+    _print(options, _compared(options, inv, usual_chain(store), note))
 
 
-def _compared(options: BenchOptions, inv: Invocation[Any, Any], chain: Any) -> _Result:
-    result = _Result(inv=inv)
+def _as_in_a_program(options: BenchOptions) -> tuple[BenchOptions, str]:
+    """Return the options for the call that a program makes, and a sentence about it if it has another name."""
+    name = options.op.partition("@")[0]
+    if name in _PER_TOKEN:
+        return dataclasses.replace(options, op=_PER_TOKEN[name]), ""
+    call = _IN_TRAINING.get(name, name)
+    if not options.gradient or call not in _IN_TRAINING.values():
+        return options, ""
+    others = ", ".join(one for one, kernel in _PER_TOKEN.items() if _IN_TRAINING[kernel] == call)
+    note = (
+        f"A program that differentiates a mean or a sum of the losses makes this call, {call}: it returns the loss "
+        f"with its gradients. For losses per token, pass --op {others} --gradient."
+    )
+    return dataclasses.replace(options, op=call, gradient=False), note
+
+
+def _compared(options: BenchOptions, inv: Invocation[Any, Any], chain: Any, note: str) -> _Result:
+    result = _Result(inv=inv, note=note)
     kernel = kernel_of(inv)
     if isinstance(kernel, Operation):
         refusals = kernel.refusals(inv).items()
@@ -158,6 +181,8 @@ def _print(options: BenchOptions, result: _Result) -> None:
     click.echo(report.wrapped(_roofline(cost, peak)))
     if guessed := integers_in_words(result.inv):
         click.echo(report.wrapped(f"Inputs: {guessed}"))
+    if result.note:
+        click.echo(report.wrapped(result.note))
 
 
 def _roofline(cost: Cost | None, peak: Peak | None) -> str:
@@ -190,4 +215,5 @@ def _as_data(options: BenchOptions, result: _Result) -> dict[str, Any]:
             for each in result.builds
         ],
         "missing": result.missing,
+        "note": result.note,
     }

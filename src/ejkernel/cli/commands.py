@@ -214,8 +214,9 @@ def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
     if device != "here" and not options["in_process"]:
         _leave_devices_alone()
     from ejkernel.cli.compile import run_compile
+    from ejkernel.cli.tune import TuneOptions
 
-    run_compile(options["target"], options["imports"], device, output, options["compile_processes"], options["shapes"])
+    run_compile(TuneOptions(**options), device, output)
     return 0
 
 
@@ -224,9 +225,10 @@ def _estimate(options: dict[str, Any], device: str, output: Path | None) -> int:
         raise click.UsageError("--estimate needs MODULE:FUNCTION or --shapes, and --target, and has no --output.")
     _check_unused(options, "--estimate")
     _leave_devices_alone()
-    from ejkernel.cli.estimate import options_of, run_estimate
+    from ejkernel.cli.estimate import run_estimate
+    from ejkernel.cli.tune import TuneOptions
 
-    return run_estimate(options_of(options, device))
+    return run_estimate(TuneOptions(**options), device)
 
 
 def _check_unused(options: dict[str, Any], by: str, *more: str) -> None:

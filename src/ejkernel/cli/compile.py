@@ -11,7 +11,7 @@ import click
 from ejkernel.cli import report
 from ejkernel.cli.progress import bars
 from ejkernel.cli.sources import Source, find_on
-from ejkernel.cli.tune import messages
+from ejkernel.cli.tune import TuneOptions, messages
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle
 from ejkernel.ops.autotuner.compile.prepared import bundle_as_text
 from ejkernel.ops.autotuner.compile.targets import Target
@@ -21,33 +21,17 @@ from ejkernel.ops.execution.targeted import shared_candidates
 from ejkernel.ops.utils.formatting import counted
 
 
-def run_compile(
-    target: str,
-    imports: tuple[str, ...],
-    device: str,
-    output: Path,
-    processes: int | None,
-    shapes: Path | None = None,
-) -> None:
-    """Compile the candidates of a program's calls, or of a file of shapes, for `device` and write a bundle.
-
-    Args:
-        target: The program as typed, MODULE:FUNCTION or a file.
-        imports: Modules that define kernels.
-        device: The target to compile for.
-        output: The folder of the bundle.
-        processes: Number of compile processes.
-        shapes: A file of calls, instead of a program.
-    """
+def run_compile(options: TuneOptions, device: str, output: Path) -> None:
+    """Compile the candidates of a program's calls, or of a file of shapes, for `device` into the bundle `output`."""
     console = messages()
     aim = Target.named(device)
-    source = Source.of(target, imports, shapes=shapes, platform=aim.platform)
+    source = Source.of(options.target, options.imports, shapes=options.shapes, platform=aim.platform)
     found = find_on(source, aim)
     console.print(report.found(found.name, found.calls, aim.fingerprint))
     if not found.calls:
         raise TuningError(found.empty)
     started = time.monotonic()
-    processes = _processes(aim) if processes is None else processes
+    processes = _processes(aim) if options.compile_processes is None else options.compile_processes
     # Calls that share a configuration need the same candidates, because each must measure all of them.
     candidates = shared_candidates(found.sets, aim) if found.sets else None
     with bars(console, [inv.op_id for inv in found.calls], "compiling", measures=False) as shown:
@@ -59,7 +43,7 @@ def run_compile(
     compiled = sum(candidate.program is not None for candidate in made)
     # Measuring a bundle imports nothing by itself, so the printed command names the modules.
     modules = source.imports or ((source.program.module,) if source.program is not None else ())
-    again = [] if shapes is None else [f"--shapes {shapes}"]
+    again = [] if options.shapes is None else [f"--shapes {options.shapes}"]
     measure = " ".join(["ejkernel tune --from", str(output), *again, *(f"--import {module}" for module in modules)])
     console.print(
         f"{compiled} of {counted(len(made), 'candidate')} compiled in {time.monotonic() - started:.1f} s, "

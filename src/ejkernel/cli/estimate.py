@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from pathlib import Path
-from typing import Any
 
 import click
 
 from ejkernel.cli import report
 from ejkernel.cli.progress import bars
 from ejkernel.cli.sources import Source, find_on
-from ejkernel.cli.tune import messages
+from ejkernel.cli.tune import TuneOptions, messages
 from ejkernel.ops.autotuner.compile.estimating import estimate_calls
 from ejkernel.ops.autotuner.compile.prepared import estimates_as_text
 from ejkernel.ops.autotuner.compile.simulation import check_simulated
@@ -26,23 +23,9 @@ from ejkernel.ops.utils.formatting import counted
 from ejkernel.ops.utils.storage.serialize import to_data
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EstimateOptions:
-    """The options of `ejkernel tune --estimate`; see the help of `tune`."""
-
-    target: str
-    imports: tuple[str, ...]
-    device: str
-    shapes: Path | None = None
-    cache: Path | None = None
-    compile_processes: int | None = None
-    as_json: bool = False
-    verbose: bool = False
-
-
-def run_estimate(options: EstimateOptions) -> int:
+def run_estimate(options: TuneOptions, device: str) -> int:
     """Estimate the candidates of a program's calls and store the estimates; return 1 if there is no estimate."""
-    console, aim = messages(), Target.named(options.device)
+    console, aim = messages(), Target.named(device)
     check_simulated(aim)
     store = PersistentCache(options.cache)
     reason = store.why_not_writable()
@@ -74,9 +57,3 @@ def run_estimate(options: EstimateOptions) -> int:
         f"measures the fastest first, and none of {PRUNED_FROM} times the best estimate or more",
     )
     return 0 if some else 1
-
-
-def options_of(options: dict[str, Any], device: str) -> EstimateOptions:
-    """Return the options of the command `tune` that apply to estimates."""
-    names = {field.name for field in dataclasses.fields(EstimateOptions)} - {"device"}
-    return EstimateOptions(device=device, **{name: options[name] for name in names})

@@ -20,7 +20,7 @@ from ejkernel.ops.autotuner.trials.status import SearchState
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain, Consulted
-from ejkernel.ops.config.tiers import AUTOTUNE, MEMORY, ORDER, PERSISTENT, SHARED, SHIPPED
+from ejkernel.ops.config.tiers.tier import AUTOTUNE, MEMORY, ORDER, PERSISTENT, SHARED, SHIPPED
 from ejkernel.ops.core.kernel import Kernel, living_kernels, overrides, run_forms
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.execution.executor import default_executor
@@ -83,10 +83,11 @@ def run_explain(
         chooser = usual_chain(store if cache is not None else None)
         explained = [explain_call(chooser, inv, DEFAULT_PREFIX) for inv in found.calls]
     click.echo(report.found(found.name, found.calls, found.device), err=True)
+    target_name = "" if device == "here" else device
     if as_json:
         report.echo_json([_as_data(why) for why in explained])
     elif explained:
-        click.echo("\n\n".join(_as_text(why, verbose=verbose) for why in explained))
+        click.echo("\n\n".join(_as_text(why, verbose=verbose, target=target_name) for why in explained))
     if found.counts:
         click.echo(found.counts, err=True)
     if found.empty and not found.calls:
@@ -111,12 +112,20 @@ def is_measured(why: Explanation) -> bool:
     return why.source in _MEASURED
 
 
-def _as_text(why: Explanation, *, verbose: bool) -> str:
+def _as_text(why: Explanation, *, verbose: bool, target: str = "") -> str:
     key = f"key {why.key.call} on {why.key.device}" if why.key is not None else f"no key: {why.key_note}"
     refusals = [_refusal(name, reason) for name, reason in why.refused.items()]
     search = [f"search: {why.search_text}", f"candidates: {why.candidates}"] if why.search_text else []
     title = f"{why.op_id_v}  {why.arguments}"
-    lines = [title, key, *_tiers(why, verbose=verbose), *search, *refusals, why.elsewhere, f"=> {why.answer}"]
+    lines = [
+        title,
+        key,
+        *_tiers(why, verbose=verbose),
+        *search,
+        *refusals,
+        why.elsewhere_on(target),
+        f"=> {why.answer}",
+    ]
     found = [report.wrapped(printable(line), indent=12) for line in lines if line]
     return "\n".join(found)
 

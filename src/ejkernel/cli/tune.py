@@ -9,10 +9,12 @@ import functools
 import itertools
 import math
 import operator
+import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, Final
 
 import click
@@ -20,33 +22,27 @@ from rich.console import Console
 
 from ejkernel.cli import report
 from ejkernel.cli.files import Found
-from ejkernel.cli.outcome import TuneOutcome, doubled
+from ejkernel.cli.outcome import TuneOutcome
 from ejkernel.cli.progress import bars
+from ejkernel.cli.saved import SavedCalls
 from ejkernel.cli.sources import Source, find, find_by, find_for_mesh, find_sendable
-from ejkernel.cli.stopping import announcing_the_stop
 from ejkernel.ops.autotuner.compile.targets import Target
-from ejkernel.ops.autotuner.store.measurements import are_alike
-from ejkernel.ops.autotuner.store.saving import heuristic_since, why_not_run
-from ejkernel.ops.autotuner.tasks.task import SharedCall, shares_of
+from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
 from ejkernel.ops.autotuner.trials.events import Event, SearchFinished, WorkerRestarted, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
-from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState
 from ejkernel.ops.config.cache import ConfigCache
-from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy, policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.config.staleness import Action, default_stale_policy, differences, space_digest, standing
-from ejkernel.ops.core.declared_names import note_config_types
+from ejkernel.ops.config.staleness import default_stale_policy
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of, kernel_of
 from ejkernel.ops.errors import ArgumentError, ConfigError, EjkernelError, TuningError
 from ejkernel.ops.execution.offline import tune_together
-from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.fingerprint import device_fingerprint
-from ejkernel.ops.utils.formatting import arguments, counted
+from ejkernel.ops.utils.formatting import counted
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.fleet.ray_executor import RayExecutor
@@ -148,14 +144,15 @@ def _find_and_tune(options: TuneOptions, source: Source, store: PersistentCache,
 
 
 def _list(options: TuneOptions, found: Found, chain: ConfigSelectorChain[Any, Any]) -> None:
-    done = [call.inv.key for each in _sets(found) if _all_known(chain, each) for call in each]
-    tuned = [_how_tuned(chain, inv, is_done=inv.key in done) for inv in found.calls]
+    saved = SavedCalls(chain)
+    done = {inv.key for inv in _in_one(filter(saved.are_tuned, _sets(found)))}
+    tuned = [saved.in_words(inv, is_done=inv.key in done) for inv in found.calls]
     if options.as_json:
         progress = [chain.store.progress(inv.key) for inv in found.calls]
         report.echo_json(report.calls_as_data(found.calls, tuned, progress, found.times))
     else:
         click.echo(report.calls_as_text(found.calls, tuned, found.times))
-    _print_doubts(chain, found.calls, messages())
+    _print(messages(), saved.doubts(found.calls))
     _print_counts(found, messages())
 
 
@@ -170,17 +167,10 @@ def _check_devices(options: TuneOptions, device: str) -> None:
 def _tune_found(
     options: TuneOptions, found: Found, store: PersistentCache, console: Console, executor: RayExecutor | None
 ) -> int:
-    sets = _sets(found)
     policy = _policy(options, found, executor)
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(ConfigCache(), store, policy=policy)
-    done = _done(options, chain, sets)
-    todo = [calls for calls in sets if not any(calls is known for known in done)]
-    if options.time is not None:
-        todo.sort(key=_weight, reverse=True)  # stable
-    if done:
-        known = [call.inv for calls in done for call in calls]
-        console.print(f"{counted(len(known), 'call')} already tuned; --force tunes again.")
-        _print_doubts(chain, known, console)
+    saved = SavedCalls(chain)
+    todo = _calls_to_tune(options, saved, found, console)
     if chain.store is not None:
         chain.store.times = found.times
     started = time.monotonic()
@@ -191,24 +181,24 @@ def _tune_found(
     elif result.searches or not todo:
         click.echo(report.searches(result, verbose=options.verbose, times=found.times))
     failed = 0
-    if todo:
+    tried = _in_one(todo)
+    if tried:
         outcome = TuneOutcome(
-            calls=[call.inv for calls in todo for call in calls],
+            calls=tried,
             searches=result.searches,
-            has_entry=lambda inv: _has_entry(chain, inv),
+            has_entry=saved.has_entry,
             place=store.path,
             seconds=seconds,
             budget=options.budget,
-            not_started=[call.inv for calls in todo[started_sets:] for call in calls],
+            not_started=_in_one(todo[started_sets:]),
         )
         failed = outcome.failed
-        for line in outcome.lines():
-            console.print(line, highlight=False)
-    _print_doubts(chain, [call.inv for calls in todo for call in calls], console, result.searches, options.budget)
-    found.settle(lambda inv: _known(chain, inv))
+        _print(console, outcome.lines())
+    _print(console, saved.doubts(tried, result.searches, options.budget))
+    found.settle(saved.is_tuned)
     if todo and not result.searches:
         raise TuningError("no call could be tuned; the warnings above say why.")
-    has_entries = bool(result.searches) and all(_all_known(chain, calls) for calls in todo)
+    has_entries = bool(result.searches) and all(map(saved.are_tuned, todo))
     return 1 if failed or (todo and not len(result) and not has_entries) else 0
 
 
@@ -223,14 +213,24 @@ def _policy(options: TuneOptions, found: Found, executor: RayExecutor | None) ->
     )
 
 
-def _done(
-    options: TuneOptions, chain: ConfigSelectorChain[Any, Any], sets: list[Sequence[SharedCall]]
+def _calls_to_tune(
+    options: TuneOptions, saved: SavedCalls, found: Found, console: Console
 ) -> list[Sequence[SharedCall]]:
-    """Return the sets of calls that need no search."""
-    done = [] if options.force else [calls for calls in sets if _all_known(chain, calls)]
-    if options.undecided:
-        done = [calls for calls in done if not any(_is_undecided(chain, call.inv) for call in calls)]
-    return done
+    """Return the sets of calls that need a search, and print how many need none."""
+    todo: list[Sequence[SharedCall]] = []
+    done: list[Sequence[SharedCall]] = []
+    for calls in _sets(found):
+        is_done = not options.force and saved.are_tuned(calls)
+        if is_done and options.undecided:
+            is_done = not any(saved.is_undecided(call.inv) for call in calls)
+        (done if is_done else todo).append(calls)
+    if options.time is not None:
+        todo.sort(key=_weight, reverse=True)  # stable
+    if done:
+        known = _in_one(done)
+        console.print(f"{counted(len(known), 'call')} already tuned; --force tunes again.")
+        _print(console, saved.doubts(known))
+    return todo
 
 
 def _source(options: TuneOptions, store: PersistentCache) -> Source:
@@ -289,95 +289,9 @@ def _print_counts(found: Found, console: Console) -> None:
         console.print(found.counts, highlight=False)
 
 
-def _print_doubts(
-    chain: ConfigSelectorChain[Any, Any],
-    calls: Sequence[Invocation[Any, Any]],
-    console: Console,
-    searches: Sequence[AutotuneData] = (),
-    budget: float | None = None,
-) -> None:
-    """Print calls with an undecided search, or with an entry older than a change of their kernel.
-
-    Args:
-        chain: Finds the entries.
-        calls: The calls.
-        console: The console.
-        searches: The searches of this command. For the other calls, those behind the entries count.
-        budget: The budget of the searches of this command.
-    """
-    states = {search.key: (search.progress.state, search.seconds) for search in searches}
-    undecided, longest = [], 0.0
-    for inv in calls:
-        changed, name = _changed(chain, inv), f"{inv.op_id_v} {arguments(inv.description)}"
-        state, seconds = states.get(inv.key) or _state_and_seconds(chain, inv)
-        if changed:
-            console.print(printable(f"{name}: {changed}; --force tunes it again."), highlight=False)
-        elif state == SearchState.UNDECIDED:
-            undecided.append(name)
-            longest = max(longest, seconds)
-    if undecided:
-        them, seconds = "it" if len(undecided) == 1 else "them", doubled(longest, budget)
-        text = (
-            f"{len(undecided)} undecided ({'; '.join(undecided)}); `--undecided --budget {seconds}` measures {them} "
-            f"again, for up to {seconds} s per call. A less busy machine helps more."
-        )
-        console.print(printable(text), highlight=False)
-
-
-def _state_and_seconds(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> tuple[str, float]:
-    """Return the state and the duration of a call's stored search; an empty state without one."""
-    progress = chain.store.progress(inv.key)
-    entry = None if chain.persistent is None else chain.persistent.load(inv.key)
-    seconds = dict(entry.measured or {}).get("seconds") if entry is not None else None
-    return ("" if progress is None else progress.state), seconds if isinstance(seconds, int | float) else 0.0
-
-
-def _is_undecided(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> bool:
-    return _state_and_seconds(chain, inv)[0] == SearchState.UNDECIDED
-
-
-def _changed(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> str:
-    """Return the change of the kernel since a call was tuned; empty if no change is known."""
-    store, kernel = chain.persistent, kernel_of(inv)
-    if store is None:
-        return ""
-    note_config_types(inv, kernel)
-    for config, entry in store.found(inv.key, kernel.config_type):
-        if why_not_run(kernel, inv, config):  # the call is not tuned
-            return ""
-        of_space = [each for each in differences(entry, space_digest(kernel, inv)) if each.field == "space"]
-        return "".join(map(str, of_space or heuristic_since(kernel, inv, config, entry)))
-    return ""
-
-
-def _how_tuned(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], *, is_done: bool) -> str:
-    """Return the tuning state of a call: that of its search, `saved` (entry without a search), `stale` or `no`.
-
-    A finished search is not enough: its entry may have been removed, or the call may share its configuration with other
-    calls now, so that all of them must be tuned together.
-    """
-    actions = [action for _, action in _saved(chain, inv)]
-    if actions and "use" not in actions:
-        return "stale"
-    progress = chain.store.progress(inv.key)
-    if progress is None:
-        return "saved" if actions else "no"
-    if progress.state.is_finished and not actions:
-        return "no (entry removed)"
-    return "no (tuned alone)" if progress.state.is_finished and not is_done else progress.in_words
-
-
-def _saved(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> Iterator[tuple[StoredEntry, Action]]:
-    """Yield the readable entries of a call, each with its action under the stale policy, or `refuse` if it fails.
-
-    An entry that could not be written is none: it ends with this process.
-    """
-    store, kernel = chain.persistent, kernel_of(inv)
-    if store is not None:
-        note_config_types(inv, kernel)
-        for config, entry in store.on_disk().found(inv.key, kernel.config_type):
-            fails = why_not_run(kernel, inv, config)
-            yield entry, "refuse" if fails else standing(chain.policy.stale, entry, kernel, inv)[0]
+def _print(console: Console, lines: Iterable[str]) -> None:
+    for line in lines:
+        console.print(line, highlight=False)
 
 
 def _sets(found: Found) -> list[Sequence[SharedCall]]:
@@ -387,37 +301,8 @@ def _sets(found: Found) -> list[Sequence[SharedCall]]:
     return [[SharedCall(inv=inv)] for inv in sorted(found.calls, key=lambda inv: inv.direction != "fwd")]
 
 
-def _all_known(chain: ConfigSelectorChain[Any, Any], calls: Sequence[SharedCall]) -> bool:
-    """Return whether a set of calls is tuned: together, and with the same weights."""
-    if not all(_known(chain, call.inv) for call in calls):
-        return False
-    # Entries tuned alone or with other weights may differ.
-    return len(calls) == 1 or all(are_alike(_weights_of(chain, call.inv), shares_of(calls)) for call in calls)
-
-
-def _weights_of(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> dict[str, float]:
-    """Return the weights of the calls tuned together, by call key, as stored in the entry."""
-    entry = None if chain.persistent is None else chain.persistent.load(inv.key)
-    weights: dict[str, float] = {}
-    for case in dict(entry.measured or {}).get("cases") or () if entry is not None else ():
-        key, weight = (case.get("call"), case.get("weight")) if isinstance(case, dict) else ("", 0.0)
-        if isinstance(key, str) and isinstance(weight, int | float):
-            weights[key] = weights.get(key, 0.0) + weight
-    return weights
-
-
-def _has_entry(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> bool:
-    """Return whether a call has a saved configuration that it uses."""
-    return any(action == "use" for _, action in _saved(chain, inv))
-
-
-def _known(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> bool:
-    """Return whether the search of a call is complete; a partial search continues."""
-    entry = next((entry for entry, action in _saved(chain, inv) if action == "use"), None)
-    if entry is None:
-        return False
-    progress = SearchProgress.stored_in(entry.measured)
-    return progress is None or progress.state.is_finished
+def _in_one(sets: Iterable[Sequence[SharedCall]]) -> list[Invocation[Any, Any]]:
+    return [call.inv for calls in sets for call in calls]
 
 
 def _tune(
@@ -447,7 +332,7 @@ def _tune(
             bars(console, [calls[0].inv.op_id for calls in todo], "tuning", budget=budget) as shown,
             on_event(note),
             contextlib.redirect_stdout(sys.stderr),
-            announcing_the_stop(console),
+            _announcing_the_stop(console),
         ):
             more: dict[str, Any] = {"progress": shown.step, "compiled": found.compiled, "resume": not options.force}
             if not todo:
@@ -466,7 +351,8 @@ def _tune_in_time(
     seconds: float, chain: ConfigSelectorChain[Any, Any], todo: Sequence[Sequence[SharedCall]], more: dict[str, Any]
 ) -> tuple[AutotuningResult, int]:
     """Tune as many sets as fit into a time for all, at least one; each gets a share of what is left, by its weight."""
-    end, weights = time.monotonic() + seconds, list(map(_weight, todo))
+    end = time.monotonic() + seconds
+    weights = list(map(_weight, todo))
     results: list[AutotuningResult] = []
     for number, calls in enumerate(todo):
         left = end - time.monotonic()
@@ -494,3 +380,41 @@ def _advice(event: WorkerRestarted, told: list[str]) -> str:
         return ""
     told.append(event.reason)
     return ". On a busy machine a healthy worker may be this slow; a larger --budget gives it more time"
+
+
+# --- Ctrl-C and its relatives ---
+
+
+@contextlib.contextmanager
+def _announcing_the_stop(console: Console) -> Iterator[None]:
+    """Print a message at Ctrl-C: the running search may take a while to end.
+
+    SIGTERM and SIGHUP count as Ctrl-C. A scheduler or `timeout` sends the former, a closed terminal the latter; without
+    a handler, the measurements of the running search would be lost.
+    """
+    # Not those that `nohup` ignores.
+    others = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    before = {signal.SIGINT: signal.signal(signal.SIGINT, _Stop(console))}
+    before |= {each: signal.signal(each, lambda *_: signal.raise_signal(signal.SIGINT)) for each in others}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+class _Stop:
+    """A handler of Ctrl-C, which the user may press twice."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._is_first = True
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        text = "stopping at once, without the measurements of this search"
+        if self._is_first:
+            text = "stopping with the best so far, which is saved; Ctrl-C again stops at once"
+        self._is_first = False
+        with contextlib.suppress(OSError):  # after SIGHUP the terminal is gone
+            self._console.print(text, highlight=False)
+        signal.default_int_handler(number, frame)

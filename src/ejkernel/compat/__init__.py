@@ -34,7 +34,6 @@ from ejkernel.compat.partitioning import AskedToSplit as AskedToSplit
 from ejkernel.compat.partitioning import LogicalMesh as LogicalMesh
 from ejkernel.compat.partitioning import ShardingTypeError as ShardingTypeError
 from ejkernel.compat.partitioning import as_gradient_of as as_gradient_of
-from ejkernel.compat.partitioning import explicit_mesh as explicit_mesh
 from ejkernel.compat.partitioning import explicit_sizes as explicit_sizes
 from ejkernel.compat.partitioning import has_auto_axes as has_auto_axes
 from ejkernel.compat.partitioning import is_exporting as is_exporting
@@ -107,6 +106,7 @@ from ejkernel.compat.tracing import calls_of as calls_of
 from ejkernel.compat.tracing import dtypes as dtypes
 from ejkernel.compat.tracing import evaluate as evaluate
 from ejkernel.compat.tracing import evaluate_without_arguments as evaluate_without_arguments
+from ejkernel.compat.tracing import explicit_mesh as explicit_mesh
 from ejkernel.compat.tracing import finfo as finfo
 from ejkernel.compat.tracing import has_references as has_references
 from ejkernel.compat.tracing import instantiated as instantiated

@@ -16,6 +16,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.compat.processes import Span, placeholder, span_of_number
+from ejkernel.compat.tracing import explicit_mesh
 
 _core: Any = core
 _lib: Any = lib
@@ -26,15 +27,6 @@ _MOST_ORDERS = 64  # orders of prime factors to try; a number with many factors 
 _NO_MESH = AbstractMesh((), ())
 # What JAX raises for an operation that does not say how its result is sharded over explicit axes.
 ShardingTypeError: Any = _core.ShardingTypeError
-
-
-def explicit_mesh(avals: Sequence[Any]) -> Any:
-    """Return the mesh with explicit axes in the types of these arrays; `None` if no type has one."""
-    for aval in avals:
-        mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
-        if mesh is not None and not mesh.empty and AxisType.Explicit in mesh.axis_types:
-            return mesh
-    return None
 
 
 def explicit_sizes(mesh: Any) -> dict[str, int]:

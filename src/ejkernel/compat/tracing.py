@@ -249,6 +249,15 @@ def varying_axes(value: Any) -> frozenset[str]:
     return frozenset(jax.typeof(value).manual_axis_type.varying)
 
 
+def explicit_mesh(avals: Sequence[Any]) -> Any:
+    """Return the mesh with explicit axes in the types of these arrays; `None` if no type has one."""
+    for aval in avals:
+        mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+        if mesh is not None and not mesh.empty and jax.sharding.AxisType.Explicit in mesh.axis_types:
+            return mesh
+    return None
+
+
 def match_varying(primal: Any, gradient: Any) -> Any:
     """Return `gradient`, summed over or broadcast to the mesh axes over which `primal` varies.
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from tests.ops.faulty_kernels import BEST, SHAPE, Fault, Faulty, failing_on_devi
 from ejkernel.ops.autotuner.compile import processes
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle
 from ejkernel.ops.autotuner.compile.processes import CompileProcesses, CompileWorker, compile_processes, compiler_for
-from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.compile.targets import Target, compile_for
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, GivenUpError
 from ejkernel.ops.autotuner.process.messages import Returned
 from ejkernel.ops.autotuner.process.worker import worker_session
@@ -44,7 +45,11 @@ def _one_process():
 
 def compiled(config, **options):
     inv = Invocation(kernel=plain, args=(X,)).abstract()
-    return compile_processes(1).compile(inv, Choice(config=config, platform="cpu"), HERE, **options)
+    return compile_processes(1).run(work_of(inv, config), **options)
+
+
+def work_of(inv, config):
+    return functools.partial(compile_for, inv, Choice(config=config, platform="cpu"), HERE)
 
 
 def tune(candidates, kernel=plain):
@@ -131,7 +136,7 @@ def test_a_candidate_that_cannot_be_sent_fails_alone():
 
     inv = Invocation(kernel=Local("local"), args=(X,)).abstract()
     with pytest.raises(TuningError, match="cannot be sent to a worker process"):
-        compile_processes(1).compile(inv, Choice(config=BEST, platform="cpu"), HERE)
+        compile_processes(1).run(work_of(inv, BEST))
     assert compiled(BEST).code
 
 
@@ -192,9 +197,7 @@ def pool_of(*scripts):
 
 
 def compile_with(pool, **options):
-    return pool.compile(
-        Invocation(kernel=plain, args=(X,)).abstract(), Choice(config=BEST, platform="cpu"), HERE, **options
-    )
+    return pool.run(work_of(Invocation(kernel=plain, args=(X,)).abstract(), BEST), **options)
 
 
 def test_a_crash_costs_one_candidate_and_its_output_is_the_reason(capfd):

@@ -60,22 +60,13 @@ def line():
     made.close()
 
 
-def test_the_folder_of_a_killed_process_goes_with_the_next_and_a_living_one_s_stays(monkeypatch, tmp_path):
+def test_the_folder_of_a_process_goes_with_it_and_not_with_a_fork(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / "ejkernel-lines-lost").mkdir()
-    (tmp_path / "ejkernel-lines-lost" / "secret").touch()
-    (tmp_path / "ejkernel-lines-pipe").mkdir()
-    os.mkfifo(tmp_path / "ejkernel-lines-pipe" / "secret")
-    living, _ = lines._folder_of_this_process.__wrapped__(os.getpid())
-    for folder in tmp_path.iterdir():
-        os.utime(folder, (0, 0))
-    following, _ = lines._folder_of_this_process.__wrapped__(os.getpid())
-    assert not (tmp_path / "ejkernel-lines-lost").exists()
-    assert living.exists()
-    lines._remove(living, os.getppid())  # a fork of the process exits
-    assert living.exists()
-    lines._remove(living, os.getpid())
-    assert [living.exists(), following.exists()] == [False, True]
+    folder, _ = lines._folder_of_this_process.__wrapped__(os.getpid())
+    lines._remove(folder, os.getppid())  # a fork of the process exits
+    assert folder.exists()
+    lines._remove(folder, os.getpid())
+    assert not folder.exists()
 
 
 def test_messages_arrive_once_and_in_order(line):
@@ -298,6 +289,13 @@ def test_modules_are_sent_to_ray_by_the_process_that_connects(monkeypatch, is_th
     monkeypatch.setattr(ray_executor, "_ray", lambda: fake)
     RayExecutor(runtime_env={"working_dir": "."})
     assert [name for name, options in said.items() if "runtime_env" in options] == ["task" if is_there else "init"]
+
+
+@pytest.mark.parametrize(("cores", "least"), [([8.0, 4.0, 0.0], 4.0), ([0.0], 1.0), ([], 1.0)])
+def test_a_task_without_a_gpu_takes_the_smallest_node_with_cores(cores, least):
+    nodes = [{"Alive": True, "Resources": {"CPU": count}} for count in cores]
+    nodes += [{"Alive": True, "Resources": {}}, {"Alive": False, "Resources": {"CPU": 2.0}}]
+    assert ray_executor._cores_of_a_node(SimpleNamespace(nodes=lambda: nodes)) == least
 
 
 @pytest.fixture(scope="module")

@@ -110,6 +110,8 @@ def test_a_busy_machine_gets_longer_limits():
     search.load = 3.0
     assert search.journal.silence("running", [A], 120.0) == 3 * quiet[0]
     assert search.journal.left() == 3 * quiet[1]
+    search.load = 0.25  # an idle machine has no shorter ones
+    assert (search.journal.silence("running", [A], 120.0), search.journal.left()) == quiet
 
 
 @pytest.mark.parametrize("what", ["compiling", "loading", "running", "measuring"])

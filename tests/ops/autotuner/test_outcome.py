@@ -246,6 +246,10 @@ def test_only_a_complete_search_calls_the_heuristic_kept(changes, words):
 def test_a_winner_of_an_undecided_search_is_called_undecided():
     tuned = dataclasses.replace(search(measured(1, 20), measured(2, 10), winner=1), undecided=True, why="3 is faster")
     assert tuned.in_a_word == "2.00x, undecided"
+    won = Challenge({"rows": 2}, compare([1.0] * 9, [2.0] * 9), is_confirmation=True)
+    text = dataclasses.replace(tuned, challenge=won).summary()
+    assert "; faster than the heuristic" in text
+    assert "wins" not in text
     assert tuned.summary().splitlines()[2].endswith("; 2.00x the heuristic's speed, undecided: 3 is faster")
 
 

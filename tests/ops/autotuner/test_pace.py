@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.measure.paired import PairedComparison, compare
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.tasks.decisions import Conclusion, Decider, why_it_stays
 from ejkernel.ops.autotuner.tasks.pool import Pool
 from ejkernel.ops.autotuner.trials.candidates import Candidate
+from ejkernel.ops.autotuner.trials.challenge import Challenge
 from ejkernel.ops.autotuner.trials.outcome import Outcome, ranked
 
 
@@ -74,6 +76,15 @@ def test_too_few_samples_of_the_heuristic_give_no_ratio():
     assert measurement.beside((2.0, 2.0, 4.0, 9.0)).relative == 0.5
 
 
+def test_an_unconfirmed_candidate_has_the_reason_for_the_end_and_the_doubt():
+    found = compare([0.84] * 7 + [1.2], [1.0] * 8, confidence=0.999)
+    challenge = Challenge("rows=2", found, is_confirmation=True)
+    decision = Conclusion(measured("heuristic", 1.0), (), challenge, unconfirmed=True)
+    says = why_it_stays(decision, finished=False, others_are_measured=True, ended="the budget was spent")
+    assert says.startswith("the budget was spent before rows=2 was confirmed: 1.19x")
+    assert "ahead in 7 of 8 rounds so far; the confidence that it is faster is 96.48%" in says
+
+
 @pytest.mark.parametrize(
     ("heuristic", "others", "why"),
     [
@@ -83,3 +94,14 @@ def test_too_few_samples_of_the_heuristic_give_no_ratio():
 )
 def test_an_unfinished_search_says_what_it_did_not_measure(heuristic, others, why):
     assert why_it_stays(Conclusion(heuristic, ()), finished=False, others_are_measured=others) == why
+
+
+@pytest.mark.parametrize(("is_confirmation", "where"), [(True, " in the confirmation run"), (False, "")])
+def test_an_undecided_search_says_which_rounds_left_it_open(is_confirmation, where):
+    comparison = PairedComparison(
+        wins=False, settled=False, speedup=1.25, confidence=0.5, pairs=9, ahead=6, doubt="too few rounds"
+    )
+    undecided = Conclusion(measured("heuristic", 1.0), (), Challenge("rows=2", comparison, is_confirmation))
+    assert why_it_stays(undecided, finished=True, others_are_measured=True) == (
+        f"it is open whether rows=2 is faster: 1.25x{where}, ahead in 6 of 9 rounds; too few rounds"
+    )

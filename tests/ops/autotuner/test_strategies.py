@@ -153,13 +153,14 @@ def test_the_model_learns_where_configurations_fail():
     assert all(best in [t for _, t in asked] for asked in searches)
 
 
-def test_far_from_measured_points_the_chance_of_working_is_the_usual_one():
-    candidates = RankedPoints(TILES, TILES.points(), (), SearchOptions())
-    candidates.note(0, failed=True)
-    candidates.note(1, failed=False)
-    near, far = candidates.chance()[[0, -1]]
-    assert far == pytest.approx(2 / 3, abs=0.05)  # one of two worked, and before them all were expected to
-    assert near < far
+def test_what_failed_in_the_records_works_less_likely():
+    points = TILES.points()
+    both, one = (TILES.config(points[i]) for i in (0, 1))
+    times = tuple((config, seconds(config)) for config in list(TILES)[2:9])
+    records = [Record("a", (*times, (both, None), (one, None))), Record("b", (*times, (both, None)))]
+    options = SearchOptions()
+    chance = RankedPoints(TILES, points, [Prior(TILES, record, options) for record in records], options).chance
+    assert list(chance[:3]) == pytest.approx([0.1, 0.55, 1.0])
 
 
 @pytest.mark.slow

@@ -74,6 +74,17 @@ def test_an_exception_of_the_call_leaves_the_worker_alive_and_idle():
     assert worker.call(divmod, 7, 2) == (3, 1)
 
 
+@pytest.mark.parametrize(
+    ("script", "seconds"),
+    [((), 0.0), ((5.0, RUNNING), 0.0), ((5.0, RUNNING, 3.0, Compiling([]), 2.0, RUNNING, 1.0), 5.0)],
+)
+def test_the_seconds_of_a_lost_worker_are_those_between_its_first_and_last_message(script, seconds):
+    worker = FakeWorker(*script, killed())
+    with pytest.raises(WorkerDiedError):
+        worker.call(print)
+    assert worker.seconds == seconds
+
+
 def test_an_argument_that_cannot_be_pickled_is_not_sent():
     worker = FakeWorker()
     with pytest.raises(TuningError, match=r"cannot be sent to a worker process.*top level of a module.*isolate=False"):

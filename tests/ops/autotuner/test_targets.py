@@ -247,3 +247,13 @@ def test_a_program_with_callbacks_is_left_and_has_no_twin():
     program = made(run, np.ones(3, np.float32))
     assert (program.digest, program.code) == ("", None)
     assert "calls back into the process" in program.why_left
+
+
+def test_a_compiler_that_another_process_loads_is_only_looked_for(monkeypatch):
+    target = Target.named("tpu_v5e")
+    monkeypatch.setattr(Target, "placed", lambda *_: pytest.fail("the compiler was loaded"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    target.check(loads_compiler=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="not installed"):
+        target.check(loads_compiler=False)

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from contextlib import nullcontext as does_not_raise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -822,3 +823,25 @@ def test_a_file_system_may_return_a_few_bytes_at_a_time(cache, monkeypatch):
     read = os.read
     monkeypatch.setattr(os, "read", lambda descriptor, most: read(descriptor, min(most, 7)))
     assert cache.get(KEY, type(CFG)) == CFG
+
+
+def test_a_table_shows_the_parts_of_a_key_in_separate_columns():
+    assert entries.key_cells(KEY) == ("gpu:nvidia_h200", "matmul@v1", "0123456789abcdef")
+    assert entries.key_cells(("a", "b")) == ("", "", "('a', 'b')")
+
+
+@pytest.mark.parametrize("excess", [-1, 0, 1, 1000])
+def test_an_entry_is_refused_beyond_the_limit(monkeypatch, excess):
+    entry = entries.new_entry(KEY, {"rows": 1}, None, None, datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC))
+    monkeypatch.setattr(entries, "LARGEST", len(entries.text_of(entry)) - excess)
+    expected = pytest.raises(SerializationError, match="must not be larger than") if excess > 0 else does_not_raise()
+    with expected:
+        entries.text_of(entry)
+
+
+@pytest.mark.parametrize(
+    ("device", "driver"), [("gpu:nvidia_h200", "580.1"), ("cpu:amd", None), ("tpu:v5", None), (None, None)]
+)
+def test_only_gpus_have_a_driver(monkeypatch, device, driver):
+    monkeypatch.setattr(_files, "_driver", lambda: "580.1")
+    assert _files.driver_of(device) == driver

@@ -12,7 +12,7 @@ from tests.ops.sample_kernels import Double
 
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy, policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
-from ejkernel.ops.config.tiers import CHOOSER, FORWARD, HEURISTIC, OVERLAY, OVERRIDE, BareChooser, Tier, tier_named
+from ejkernel.ops.config.tiers.tier import CHOOSER, FORWARD, HEURISTIC, OVERLAY, OVERRIDE, BareChooser, Tier
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ConfigError, NoConfigError
 from ejkernel.ops.execution.executor import Executor
@@ -139,8 +139,9 @@ class Always:
 
 def test_a_chain_asks_only_known_tiers(inv):
     names = [consulted.tier for consulted in ConfigSelectorChain().consult(inv, inv.kernel)]
-    assert [tier_named(name).name for name in names] == names
-    assert tier_named(names[-1]) is HEURISTIC
+    found = [Resolution(None, name, None).tier for name in names]
+    assert [tier.name for tier in found] == names
+    assert found[-1] is HEURISTIC
 
 
 @pytest.mark.parametrize(

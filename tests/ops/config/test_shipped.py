@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import pytest
 
-from ejkernel.ops.config import selection
 from ejkernel.ops.config.entries import ShippedConfigs, sister_of
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.config.tiers import request
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import ConfigKey
@@ -60,7 +60,7 @@ def chain_with(tmp_path, monkeypatch, inv):
         folder = tmp_path / "shipped"
         key = inv.key._replace(device=device)
         PersistentCache(folder, clock=lambda: NOON).put(key, Tile(rows), call=inv.description)
-        monkeypatch.setattr(selection, "shipped_configs", lambda: ShippedConfigs(folder))
+        monkeypatch.setattr(request, "shipped_configs", lambda: ShippedConfigs(folder))
         return ConfigSelectorChain(persistent=PersistentCache(tmp_path / "own", **options))
 
     return make

@@ -485,7 +485,9 @@ def test_a_kernels_tuning_gives_its_configuration_or_a_result_that_prints_and_ta
     assert isinstance(result, ops.AutotuningResult)
     assert [entry.op_id_v for entry in result.entries] == ["square_with_a_result@v0"]
     assert "square_with_a_result@v0" in str(result)
-    assert "1 configuration for" in str(result)
+    folder = ops.default_executor().chooser.persistent.path
+    assert str(result).startswith(f"1 configuration for {result.device}, saved in {folder}\n")
+    assert str(result | ops.AutotuningResult.loads(result.dumps())).startswith(f"1 configuration for {result.device}\n")
     with result:
         assert ops.default_executor().explain(kernel, X).source == "overlay"
     monkeypatch.setattr("ejkernel.ops.execution.offline.autotune_kernel", lambda *args, **kwargs: result)

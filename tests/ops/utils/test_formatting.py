@@ -14,7 +14,16 @@ from ejkernel.kernels.linear_cross_entropy.operation import linear_cross_entropy
 from ejkernel.modules import paged_attention, paged_plan
 from ejkernel.ops import Invocation, stable_json
 from ejkernel.ops.registry import recording
-from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, durations, rounded, text_table
+from ejkernel.ops.utils.formatting import (
+    arguments,
+    compact,
+    counted,
+    duration,
+    durations,
+    rounded,
+    stored_time,
+    text_table,
+)
 
 
 def array(*shape, dtype=jnp.bfloat16):
@@ -196,3 +205,8 @@ def test_a_configuration_reads_the_same_from_memory_and_from_a_file():
 
 def test_other_values_are_shown_by_repr():
     assert compact({1}) == "{1}" or compact(object).startswith("<class")
+
+
+def test_a_time_from_a_file_is_rounded_as_in_memory():
+    """Logs have five significant digits."""
+    assert duration(3.244996e-3) == stored_time(3245.0)

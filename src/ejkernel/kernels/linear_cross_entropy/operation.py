@@ -300,18 +300,39 @@ class LinearCrossEntropyGradients(_OnLogits[LinearCrossEntropyGradientsConfig]):
         x: Any,
         weight: Any,
         labels: Any,
-        factors: Any,
+        factors: Any = None,
         bias: Any = None,
         *,
         gradients: Any = ("x", "weight"),
         statistics: Any = (),
+        transpose_weight: Any = False,
+        label_smoothing: Any = 0.0,
+        z_loss: Any = 0.0,
+        logits_soft_cap: Any = None,
+        logits_scale: Any = None,
+        accumulation_dtype: Any = None,
+        precision: Any = None,
+        memory_limit: Any = None,
+        vocab_axis: Any = None,
         vocab_shares: Any = False,
         implementation: Any = None,
-        **options: Any,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Check the arguments, and drop options with default values, which the key omits."""
-        canonical = arguments.canonical_options(**options)
+        """Check the arguments, and drop options with default values, which the key omits; `factors` default to 1."""
+        canonical = arguments.canonical_options(
+            transpose_weight=transpose_weight,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            logits_soft_cap=logits_soft_cap,
+            logits_scale=logits_scale,
+            accumulation_dtype=accumulation_dtype,
+            precision=precision,
+            memory_limit=memory_limit,
+            vocab_axis=vocab_axis,
+        )
         arguments.check_operands(x, weight, labels, bias, transpose_weight=canonical.get("transpose_weight", False))
+        if factors is None:
+            ones = jax.ShapeDtypeStruct(labels.shape, jnp.float32)
+            factors = ones if isinstance(labels, jax.ShapeDtypeStruct) else jnp.ones_like(ones)
         arguments.check_token_weights(factors, x)
         asked = {*arguments.canonical_statistics(statistics), *(["sum"] if "label_smoothing" in canonical else [])}
         canonical |= {"gradients": arguments.canonical_gradients(gradients), "vocab_shares": vocab_shares}

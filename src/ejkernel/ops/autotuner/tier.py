@@ -25,7 +25,7 @@ from ejkernel.ops.config.estimates import PRUNED_FROM, EstimatedTime, EstimateFi
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
-from ejkernel.ops.config.tiers import AUTOTUNE, ESTIMATED, PUBLISHED
+from ejkernel.ops.config.tiers.tier import AUTOTUNE, ESTIMATED, PUBLISHED
 from ejkernel.ops.core.context import is_measuring
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel

@@ -10,10 +10,9 @@ it. Readers take no lock. On file systems where the lock does not reach other ma
 aside, compares it again, and restores it if it has changed. The lock is `flock` on the cache folder itself, so no lock
 file is needed. The operating system releases it when the process ends, even after a crash.
 
-A durable write takes milliseconds, little compared with a search. The temporary file of a killed process is removed as
-soon as its writer is known to be dead: the file name contains the process id and a digest of the machine. A temporary
-file of another machine is removed when it is older than an hour by the file system's clock. A writer that was
-suspended for longer finds its temporary file gone and writes it again.
+A durable write takes milliseconds, little compared with a search. The temporary file of a killed process is removed
+when it is older than an hour by the file system's clock. A writer that was suspended for longer finds its temporary
+file gone and writes it again.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 LEFT_OVER: Final = 3600.0  # seconds after which a temporary file is abandoned; a write takes milliseconds
 
-_BESIDE: Final = re.compile(r"\..*\.(\d+)-([0-9a-f]{8})?[0-9a-f]{8}\.tmp")  # process, machine and random digits
+_BESIDE: Final = re.compile(r"\..*\.(\d+)-([0-9a-f]{8}){1,2}\.tmp")  # process and random digits
 _NO_SYNC: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # errors of file systems without fsync
 _NO_FOLDER_SYNC: Final = (*_NO_SYNC, errno.EACCES, errno.EPERM, errno.EISDIR)  # a writable folder may be unreadable
 
@@ -163,7 +162,7 @@ def _runs(pid: int) -> bool:
 
 def _removed(file: Path, now: float) -> bool:
     try:
-        if not _is_writer_dead(file.name) and now - file.lstat().st_mtime <= LEFT_OVER:
+        if now - file.lstat().st_mtime <= LEFT_OVER:
             return False
         file.unlink()
     except FileNotFoundError:  # another process has removed it
@@ -172,23 +171,6 @@ def _removed(file: Path, now: float) -> bool:
         logger.info("an abandoned temporary file cannot be removed: %s", printable(error))
         return False
     return True
-
-
-def _is_writer_dead(name: str) -> bool:
-    """Return whether the writer in a temporary file's name was a process of this machine and has ended."""
-    match = _BESIDE.fullmatch(name)
-    return match is not None and match[2] == _this_machine() is not None and not _runs(int(match[1]))
-
-
-@functools.cache
-def _this_machine() -> str | None:
-    """Return a digest of this machine's boot and process namespace, within which process ids are valid."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-        space = os.readlink("/proc/self/ns/pid")
-    except (OSError, ValueError):  # not on Linux
-        return None
-    return hashlib.sha256(f"{boot} {space}".encode()).hexdigest()[:8]
 
 
 class _Ready(NamedTuple):
@@ -226,7 +208,7 @@ def _beside(file: Path, chunks: Iterable[bytes], root: Path | None, durable: boo
         check_inside(root, file)
     new = _made(file.parent)
     # Not `tempfile`: only the owner can read its files, but a group may share the folder.
-    beside = file.with_name(f".{file.name}.{os.getpid()}-{_this_machine() or ''}{secrets.token_hex(4)}.tmp")
+    beside = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with beside.open("xb") as stream:
             stream.writelines(chunks)

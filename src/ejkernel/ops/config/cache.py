@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from ejkernel.ops.config.tiers import Tier, tier_named
+from ejkernel.ops.config.tiers.tier import Resolution
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
@@ -20,19 +20,6 @@ from ejkernel.ops.utils.messages.names import called_in_with
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import stable_json
 from ejkernel.ops.utils.weak_caches import MOST_RECORDS, Bounded, Copied
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Remembered:
-    """A configuration in memory and the tier that found it."""
-
-    config: Any
-    source: str
-
-    @property
-    def tier(self) -> Tier:
-        """The tier of `source`."""
-        return tier_named(self.source)
 
 
 def key_and_config(arguments: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -62,9 +49,9 @@ class ConfigCache(Copied, Shown):
     _anew: ClassVar = {"_lock": threading.Lock, "_listeners": list}
 
     def __init__(self) -> None:
-        self._entries: dict[Hashable, Remembered] = {}
+        self._entries: dict[Hashable, Resolution[Any]] = {}
         # Bounded, because new static values keep adding these, and the next call repeats its lookup anyway.
-        self._provisional: Bounded[Remembered] = Bounded(MOST_RECORDS)
+        self._provisional: Bounded[Resolution[Any]] = Bounded(MOST_RECORDS)
         self._answered_provisionally: set[Hashable] = set()  # operations, see `_family`
         self._lock = threading.Lock()
         # Weak references: a cache may outlive the executors that listen to it.
@@ -85,7 +72,7 @@ class ConfigCache(Copied, Shown):
 
     def remember(self, key: Hashable, config: object, source: str) -> None:
         """Store a configuration and the tier that found it."""
-        entry = Remembered(config, source)
+        entry = Resolution(config, source, key if isinstance(key, ConfigKey) else None)
         with self._lock:
             before = self._entries.pop(key, None) or self._provisional.pop(key, None)
             if entry.tier.is_provisional:
@@ -99,7 +86,7 @@ class ConfigCache(Copied, Shown):
         if provisional or (before is not None and not same_config(before.config, config)):
             self._changed()
 
-    def remembered(self, key: Hashable) -> Remembered | None:
+    def remembered(self, key: Hashable) -> Resolution[Any] | None:
         """Return the configuration under `key` with its source, or `None`."""
         with self._lock:
             return self._entries.get(key) or self._provisional.get(key)

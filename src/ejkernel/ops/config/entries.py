@@ -308,11 +308,6 @@ class ShippedConfigs:
             warn_of(f"{key.call} of {self.folder}", error)
             return None
 
-    def find_of_sister(self, key: ConfigKey, cfg_type: object) -> Shipped | None:
-        """Return the shipped configuration of another device with the same chip."""
-        sister = sister_of(key.device)
-        return None if sister is None else self.find(key._replace(device=sister), cfg_type)
-
     @functools.cached_property
     def _devices(self) -> frozenset[str]:
         return frozenset(place.name for place in listed(self.folder))

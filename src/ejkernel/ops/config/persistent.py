@@ -112,7 +112,7 @@ class PersistentCache(Shown):
         self.clock = clock if clock is not None else now
         self._memory: dict[str, str] = {}  # canonical key: text of the unwritable file
         self._write_failed = False
-        self._why_unwritten = ""  # the last error of a put
+        self._why_unwritten: dict[str, str] = {}  # canonical key: the error of its put
 
     @property
     def shared(self) -> tuple[SharedLayer, ...]:
@@ -137,6 +137,18 @@ class PersistentCache(Shown):
         """Why the folder has no configurations, e.g. because it is above a cache folder; empty if nothing is wrong."""
         variable = settings.current().cache_variable if self._is_usual else ""
         return "" if self.path is None else fault_of(self.path, variable)
+
+    @property
+    def why_nothing(self) -> str:
+        """Why neither the folder nor a layer has entries of an operation, as far as it can be told."""
+        variable = settings.current().cache_variable if self._is_usual else ""
+        is_meant = self.path is not None and (variable or self.path.is_dir())
+        if not self.layers or (is_meant and self.fault):
+            return self.fault
+        # A default folder that does not exist yet is no cause: the layers are meant to have the configurations.
+        faults = (fault_of(layer) for layer in self.layers if isinstance(layer, Path))
+        places = [place for place in self.places if is_meant or place != str(self.path)]
+        return next(filter(None, faults), f"nothing was tuned for this operation in {' or '.join(places)}")
 
     def why_not_writable(self) -> str | None:
         """Return why the folder is not writable; `None` if a test write succeeds."""
@@ -335,16 +347,18 @@ class PersistentCache(Shown):
             file = self.path.joinpath(*location(key))
             write_file(file, text, root=self.path)
         except OSError as error:
-            self._memory[canonical], self._why_unwritten = text, error.strerror or str(error)
+            self._memory[canonical], self._why_unwritten[canonical] = text, error.strerror or str(error)
             self.warn_not_writable(error)
         else:
             # The file replaces an older entry in memory, from when the folder was not writable.
             self._memory.pop(canonical, None)
+            self._why_unwritten.pop(canonical, None)
             forget_warning(file)
 
     def why_unwritten(self, key: Any) -> str:
         """Return why the entry put for a key is only in the memory of this process; empty if a file has it."""
-        return self._why_unwritten if identity(key) in self._memory else ""
+        canonical = identity(key)
+        return self._why_unwritten.get(canonical, "") if canonical in self._memory else ""
 
     def on_disk(self) -> PersistentCache:
         """Return a view of the cache without the entries that only the memory of this process holds."""

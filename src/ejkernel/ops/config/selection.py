@@ -7,70 +7,47 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar, Generic
 
-from ejkernel.ops.config import tiers
 from ejkernel.ops.config.cache import ConfigCache, same_config
-from ejkernel.ops.config.entries import Shipped, ShippedConfigs, shipped_configs
-from ejkernel.ops.config.estimates import EstimateFiles, chosen
 from ejkernel.ops.config.misses.faults import Faults
 from ejkernel.ops.config.misses.nearest import why_no_entry
 from ejkernel.ops.config.misses.notes import MissedNotes, command_for
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
-from ejkernel.ops.config.staleness import Action, StalePolicy, saved_in, standing
-from ejkernel.ops.config.tiers import Consulted as Consulted
-from ejkernel.ops.config.tiers import Resolution as Resolution
-from ejkernel.ops.config.tiers import Tier
-from ejkernel.ops.core.context import current_scope, is_measuring
-from ejkernel.ops.core.declared_names import check_kind, decode_config, note_config_types
+from ejkernel.ops.config.staleness import StalePolicy
+from ejkernel.ops.config.tiers import tier as tiers
+from ejkernel.ops.config.tiers.request import Answer, Request
+from ejkernel.ops.config.tiers.tier import Consulted as Consulted
+from ejkernel.ops.config.tiers.tier import Resolution as Resolution
+from ejkernel.ops.config.tiers.tier import Tier
+from ejkernel.ops.core.context import is_measuring
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import (
     Kernel,
-    check_config,
     has_backward_heuristic,
-    hook,
     living_kernels,
     overrides,
     same_code,
 )
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import (
-    NO_HEURISTIC,
-    CacheWarning,
-    ConfigError,
     KernelWarning,
     NoConfigError,
-    SerializationError,
     TuningWarning,
     UnstableKeyError,
     UnstableKeyWarning,
 )
 from ejkernel.ops.registry import forget_missed, note_missed
 from ejkernel.ops.utils import services
-from ejkernel.ops.utils.formatting import arguments, counted
+from ejkernel.ops.utils.formatting import arguments
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.validation import check_argument
 from ejkernel.ops.utils.weak_caches import Copied
 
 logger = logging.getLogger(__name__)
-
-_Answer = Resolution[Any] | Consulted | str  # an answer, with or without a note, or the reason for no answer
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Request:
-    inv: Invocation[Any, Any]
-    kernel: Kernel[Any, Any]
-    key: ConfigKey | None
-    no_key: str
-    policy: AutotunePolicy
-    dry: bool
-    looks: bool  # whether to trace the call with saved configurations
-
-    def answer(self, config: object, tier: Tier) -> Resolution[Any]:
-        return Resolution(config, tier.name, self.key)
 
 
 class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
@@ -102,14 +79,16 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         check_argument(policy is None or isinstance(policy, AutotunePolicy), "policy", "an AutotunePolicy", policy)
         check_argument(tuner is None or hasattr(tuner, "tune"), "tuner", "an Autotuner", tuner)
         self.cache = ConfigCache() if cache is None else cache
-        self.persistent, self.persist_autotune = persistent, persist_autotune
+        self.persistent = persistent
+        self.persist_autotune = persist_autotune
         given: dict[str, Any] = {} if autotune is None else {"autotune": autotune}
         self.policy = dataclasses.replace(policy or AutotunePolicy(), **given)
         self.faults: Faults | None = None  # known ones
         self._given_tuner = tuner
         self._autotune_tier: Any = None
         self._making_tier = threading.Lock()
-        self._warned, self._namesakes = set[str](), set[str]()
+        self._warned: set[str] = set()  # operations whose calls have no key
+        self._namesakes: set[str] = set()
         self._notes: MissedNotes | None = None
         self._refused_to_tune = False
 
@@ -161,16 +140,23 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
                 logger.debug("resolved %s from %s", inv.op_id_v, consulted.resolution.source)
                 return consulted.resolution
         self._note_miss(request, "error")
-        call = "" if (key := request.key) is None else f"{arguments(inv.description)}, key {key.call} on {key.device}"
-        not_taken = dict.fromkeys(consulted.note for consulted in tried if consulted.is_rejected)
-        # The policy's fields `autotune` and `heuristic` switch these tiers off; the advice in the error depends on it.
-        asked = [found.tier for found in tried if getattr(request.policy, found.tier, True)]
-        if places := ", ".join(getattr(self.persistent, "places", ())):
-            asked = [tier + f" ({places})" * (tier == tiers.PERSISTENT.name) for tier in asked]
-        saved = f"The saved entry is not used: {'; '.join(not_taken)}" if not_taken else self._nearest(request)
-        raise NoConfigError(inv.op_id, tuple(asked), call, saved, command_for(kernel), request.policy.note_misses)
+        raise self._no_config(request, tried)
 
-    def _nearest(self, request: _Request) -> str:
+    def _no_config(self, request: Request, tried: list[Consulted]) -> NoConfigError:
+        """Return the error for a call for which no tier has a configuration."""
+        inv, key = request.inv, request.key
+        call = "" if key is None else f"{arguments(inv.description)}, key {key.call} on {key.device}"
+        # The policy's fields `autotune` and `heuristic` switch these tiers off; the advice in the error depends on it.
+        asked = [consulted.tier for consulted in tried if getattr(request.policy, consulted.tier, True)]
+        places = ", ".join(getattr(self.persistent, "places", ()))
+        if places:
+            asked = [f"{tier} ({places})" if tier == tiers.PERSISTENT.name else tier for tier in asked]
+        not_taken = dict.fromkeys(consulted.note for consulted in tried if consulted.is_rejected)
+        saved = f"The saved entry is not used: {'; '.join(not_taken)}" if not_taken else self._nearest(request)
+        command = command_for(request.kernel)
+        return NoConfigError(inv.op_id, tuple(asked), call, saved, command, request.policy.note_misses)
+
+    def _nearest(self, request: Request) -> str:
         """Return a phrase on the saved entries nearest to a call without an answer; empty if there are none."""
         persistent, key = self.persistent, request.key
         if request.policy.heuristic or key is None or not isinstance(persistent, PersistentCache):
@@ -233,7 +219,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         if before is None or before.source != source or not same_config(before.config, resolution.config):
             self.cache.remember(key, resolution.config, source)
 
-    def _note_miss(self, request: _Request, source: str) -> None:
+    def _note_miss(self, request: Request, source: str) -> None:
         key, persistent = request.key, self.persistent
         # Calls inside a candidate under measurement are no misses of the program.
         if key is None or is_measuring():
@@ -246,16 +232,27 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
 
     def _request(
         self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, dry: bool, looks: bool = False
-    ) -> _Request:
+    ) -> Request:
         check_argument(isinstance(inv, Invocation), "inv", "an Invocation", inv)
-        policy = effective_policy(self)
+        key, no_key = None, ""
         try:
-            return _Request(inv, kernel, inv.key, "", policy, dry, looks)
+            key = inv.key
         except UnstableKeyError as error:
+            no_key = f"the call has no key: {error}"
             # A call with `cfg=` needs no key.
             if not dry and inv.override_cfg is None:
                 self._warn_unstable(inv, error)
-            return _Request(inv, kernel, None, f"the call has no key: {error}", policy, dry, looks)
+        return Request(
+            inv=inv,
+            kernel=kernel,
+            key=key,
+            no_key=no_key,
+            policy=effective_policy(self),
+            cache=self.cache,
+            persistent=self.persistent,
+            dry=dry,
+            looks=looks,
+        )
 
     def _warn_unstable(self, inv: Invocation[Any, Any], error: UnstableKeyError) -> None:
         if inv.op_id_v in self._warned:
@@ -278,34 +275,15 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
             )
             warn(text, KernelWarning)
 
-    def _consult(self, request: _Request) -> Iterator[Consulted]:
-        documented: tuple[tuple[Tier, Callable[[_Request], _Answer]], ...] = (
-            (tiers.OVERRIDE, self._from_override),
-            (tiers.OVERLAY, self._from_overlay),
-            (tiers.MEMORY, self._from_memory),
-            (tiers.PERSISTENT, lambda request: self._saved(request, tiers.PERSISTENT, "use")),
-            (tiers.SHIPPED, lambda request: self._shipped(request, tiers.SHIPPED, ShippedConfigs.find)),
-            (tiers.SHARED, self._from_shared),
-            (tiers.AUTOTUNE, self._from_tuning),
-            (tiers.STALE, lambda request: self._saved(request, tiers.STALE, "retune")),
-            (tiers.SISTER, lambda request: self._shipped(request, tiers.SISTER, ShippedConfigs.find_of_sister)),
-            (tiers.FORWARD, self._from_forward),
-            (tiers.PUBLISHED, self._from_published),
-            (tiers.ESTIMATED, self._from_estimates),
-            (tiers.HEURISTIC, self._from_heuristic),
-        )
-        for tier, ask in documented:
-            if (tier is tiers.SHARED and not getattr(self.persistent, "shared", ())) or (
-                (tier is tiers.STALE and request.policy.stale == StalePolicy())
-                # only TPUs have tables and a simulator
-                or (tier in (tiers.PUBLISHED, tiers.ESTIMATED) and request.inv.platform != "tpu")
-            ):
-                continue  # cannot have an answer, so `explain` need not list it
-            answer = ask(request)
-            if isinstance(answer, str):
-                consulted = Consulted(tier.name, None, answer)
+    def _consult(self, request: Request) -> Iterator[Consulted]:
+        for tier, ask in self._sources(request):
+            answer = ask()
+            if isinstance(answer, Consulted):
+                consulted = answer
+            elif isinstance(answer, Resolution):
+                consulted = Consulted(tier.name, answer)
             else:
-                consulted = answer if isinstance(answer, Consulted) else Consulted(tier.name, answer)
+                consulted = Consulted(tier.name, None, answer)
             if request.looks or self.faults is not None:
                 faults = self.faults or Faults()
                 consulted = faults.checked(consulted, request.inv, request.kernel, look=request.looks)
@@ -313,93 +291,26 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
             if consulted.resolution is not None:
                 return
 
-    def _from_override(self, request: _Request) -> Resolution[Any] | str:
-        if request.inv.override_cfg is None:
-            return "no cfg= was given"
-        return request.answer(request.inv.override_cfg, tiers.OVERRIDE)
+    def _sources(self, request: Request) -> Iterator[tuple[Tier, Callable[[], Answer]]]:
+        """Yield the tiers that may have an answer, in order, each with the function that asks it."""
+        yield tiers.OVERRIDE, request.override
+        yield tiers.OVERLAY, request.overlay
+        yield tiers.MEMORY, request.memory
+        yield tiers.PERSISTENT, partial(request.saved, tiers.PERSISTENT, "use")
+        yield tiers.SHIPPED, partial(request.shipped, tiers.SHIPPED)
+        if getattr(self.persistent, "shared", ()):
+            yield tiers.SHARED, request.shared
+        yield tiers.AUTOTUNE, partial(self._from_tuning, request)
+        if request.policy.stale != StalePolicy():
+            yield tiers.STALE, partial(request.saved, tiers.STALE, "retune")
+        yield tiers.SISTER, partial(request.shipped, tiers.SISTER)
+        yield tiers.FORWARD, partial(self._from_forward, request)
+        if request.inv.platform == "tpu":  # only TPUs have tables and a simulator
+            yield tiers.PUBLISHED, request.published
+            yield tiers.ESTIMATED, request.estimated
+        yield tiers.HEURISTIC, request.heuristic
 
-    def _from_overlay(self, request: _Request) -> Resolution[Any] | str:
-        layers = current_scope().layers
-        if not layers:
-            return "none in force"
-        if request.key is None:
-            return request.no_key
-        for layer in reversed(layers):
-            config = layer.lookup(request.key)
-            if config is None:
-                continue
-            misfit = self._misfit(request, config, "the overlay's configuration")
-            return misfit or request.answer(config, tiers.OVERLAY)
-        return f"not among the entries of {counted(len(layers), 'overlay')}"
-
-    def _from_memory(self, request: _Request) -> Resolution[Any] | str:
-        if request.key is None:
-            return request.no_key
-        found = self.cache.remembered(request.key)
-        if found is None:
-            return "nothing remembered"
-        # Provisional answers are stored for reports; a later tier may have a measured configuration by now.
-        if found.tier.is_provisional:
-            return f"only an unmeasured answer, from {found.source}"
-        misfit = self._misfit(request, found.config, "the configuration in memory")
-        return misfit or request.answer(found.config, found.tier)
-
-    def _misfit(self, request: _Request, config: object, what: str) -> str:
-        """Return why the kernel rejects a configuration, and warn; empty if the kernel accepts it."""
-        try:
-            check_config(request.kernel, config, what)
-            check_kind(request.inv, request.kernel, config, what)
-        except ConfigError as error:  # e.g. its class was redefined, or an older version saved it
-            if not request.dry:
-                warn(f"ignoring a configuration: {error}", CacheWarning)
-            return f"it does not fit: {error}"
-        return ""
-
-    def _saved(self, request: _Request, tier: Tier, wanted: Action) -> _Answer:
-        """Return the first saved configuration whose action under the stale policy is `wanted`."""
-        if self.persistent is None:
-            return "the chain has no persistent cache"
-        if request.key is None:
-            return request.no_key
-        note_config_types(request.inv, request.kernel)
-        notes = []
-        # Ask each layer: the policy may refuse an entry, and a later layer may have one from the current environment.
-        for config, entry in saved_in(self.persistent, request.key, request.kernel.config_type):
-            misfit = self._misfit(request, config, "its entry in the persistent cache")
-            if misfit:
-                return misfit
-            action, why = standing(request.policy.stale, entry, request.kernel, request.inv, look=request.dry)
-            if action == wanted:
-                return Consulted(tier.name, request.answer(config, tier), why)
-            notes.append(f"{why}: the policy says {action}")
-        return Consulted(tier.name, None, "; ".join(dict.fromkeys(notes)) or "no entry", is_rejected=bool(notes))
-
-    def _shipped(self, request: _Request, tier: Tier, find: Callable[..., Shipped | None]) -> _Answer:
-        """Return the shipped configuration that `find` selects, if the call can run with it here."""
-        if request.key is None:
-            return request.no_key
-        if not getattr(self.persistent, "shipped", False):
-            return "the chain does not use shipped configurations"
-        note_config_types(request.inv, request.kernel)
-        found = find(shipped_configs(), request.key, request.kernel.config_type)
-        if found is None:
-            return "no entry of a similar device" if tier is tiers.SISTER else "no entry"
-        misfit = self._misfit(request, found.config, "the shipped configuration")
-        # Measured elsewhere, with other versions. Only the kernel knows whether it runs with this JAX, device and
-        # program. A rejection is a silent miss, listed by `explain`.
-        if not misfit:
-            misfit = request.kernel.why_not(request.inv, found.config)
-        return misfit or Consulted(tier.name, request.answer(found.config, tier), found.note)
-
-    def _from_shared(self, request: _Request) -> _Answer:
-        """Update the copies of shared layers, then ask the persistent cache again."""
-        if request.key is None:
-            return request.no_key
-        assert self.persistent is not None  # `_consult` asks this tier only if it has shared layers
-        self.persistent.refresh_if_due()
-        return self._saved(request, tiers.SHARED, "use")
-
-    def _from_tuning(self, request: _Request) -> Resolution[Any] | str:
+    def _from_tuning(self, request: Request) -> Answer:
         if not request.policy.autotune:
             return "the policy does not allow it (autotune=False)"
         if request.inv.span is not None and request.policy.agree:
@@ -410,14 +321,14 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
             return "would measure the candidates"
 
         def known() -> Resolution[Any] | None:
-            found = self._from_memory(request)
+            found = request.memory()
             # A saved configuration was asked for before, and may be known not to run.
             return found if isinstance(found, Resolution) and not found.tier.is_saved else None
 
         found: Resolution[Any] | str = self._autotune.answer(self, request.inv, request.kernel, request.policy, known)
         return found
 
-    def _refuse_to_tune(self, request: _Request) -> str:
+    def _refuse_to_tune(self, request: Request) -> str:
         """Return why a program of several processes tunes nothing: the others would wait for this process."""
         note = "several processes run the program and would wait"
         if not request.dry and not self._refused_to_tune:
@@ -426,7 +337,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
             warn(text, TuningWarning)
         return note
 
-    def _from_forward(self, request: _Request) -> Resolution[Any] | str:
+    def _from_forward(self, request: Request) -> Answer:
         forward = request.inv.forward
         if forward is None:
             return "the call is a forward call"
@@ -439,44 +350,3 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
                 # an overlay's configuration holds only inside its block
                 return request.answer(found.config, tiers.OVERLAY if found.tier is tiers.OVERLAY else tiers.FORWARD)
         return "its forward call has no measured configuration either"
-
-    def _from_published(self, request: _Request) -> _Answer:
-        """Return the preferred configuration that others published, unless it does not run here."""
-        if not getattr(self.persistent, "shipped", False):
-            return "the chain does not use shipped configurations"
-        notes = []
-        for found in request.kernel.published(request.inv):
-            why = found.why_not or found.why_not_untuned
-            if not why:
-                return Consulted(tiers.PUBLISHED.name, request.answer(found.config, tiers.PUBLISHED), found.note)
-            notes.append(why)
-        return "; ".join(dict.fromkeys(notes)) or "none for this call"
-
-    def _from_estimates(self, request: _Request) -> _Answer:
-        """Return the fastest configuration by estimates, if it leads the heuristic by more than their error."""
-        folder = getattr(self.persistent, "path", None)
-        if request.key is None or folder is None:
-            return request.no_key or "the chain has no persistent cache"
-        found = EstimateFiles(folder).load(request.key)
-        if found is None:
-            return "no estimates"
-        best, note = chosen(found)
-        if best is None or best.is_heuristic:
-            return f"the heuristic is the fastest: {note}" if best is not None else note
-        note_config_types(request.inv, request.kernel)
-        try:
-            config = decode_config(best.config, best.config_type)
-        except (ConfigError, SerializationError) as error:  # of another version of the kernel
-            return f"the estimated configuration cannot be read: {error}"
-        misfit = self._misfit(request, config, "the estimated configuration")
-        misfit = misfit or request.kernel.why_not(request.inv, config)
-        return misfit or Consulted(tiers.ESTIMATED.name, request.answer(config, tiers.ESTIMATED), note)
-
-    def _from_heuristic(self, request: _Request) -> Resolution[Any] | str:
-        if not request.policy.heuristic:
-            return "the policy does not allow it (heuristic=False)"
-        try:
-            config = hook(request.kernel, "heuristic_cfg", request.inv.platform)(request.inv)
-        except NoConfigError:
-            return NO_HEURISTIC
-        return request.answer(config, tiers.HEURISTIC)

@@ -57,30 +57,18 @@ def _rounded(size: Any, axis: int, least: int) -> int:
     return max(least, 1 << (size - 1).bit_length()) if size else 0
 
 
-def representative_of(op_id: str, own: StandIn, ask: Callable[[StandIn], object], retake: Retake) -> StandIn:
-    """Return the arguments that represent a call's bucket, according to `Kernel.bucket`; `own` if they are its own.
+def checked_stand_in(op_id: str, answer: Any, own: StandIn, retake: Retake) -> StandIn:
+    """Return the arguments that represent a call's bucket, from the answer of `Kernel.bucket`; `own` if it has those.
 
     Args:
         op_id: Name of the operation, for messages.
+        answer: The answer.
         own: The call's own arguments.
-        ask: Calls the hook for the call with these arguments.
-        retake: Takes the arguments in the hook's answer apart.
+        retake: Takes the arguments in the answer apart.
 
     Raises:
-        KernelError: `bucket` returns something that cannot represent the call.
+        KernelError: The answer cannot represent the call.
     """
-    found = _checked(op_id, ask(own), own, retake)
-    # If the representative were in another bucket than the call, tuning would save under another key.
-    if found != own and (again := _checked(op_id, ask(found), found, retake)) != found:
-        raise KernelError(
-            f"{op_id}: bucket must be idempotent, but it returned {_shown(found)} for {_shown(own)}, and "
-            f"{_shown(again)} for its own result."
-        )
-    return found
-
-
-def _checked(op_id: str, answer: Any, own: StandIn, retake: Retake) -> StandIn:
-    """Return the arguments in the hook's answer, checked against the call's, `own`."""
     if not is_call(answer):
         raise KernelError(f"{op_id}: bucket must return (args, kwargs), got {answer!r}.")
     try:
@@ -105,6 +93,18 @@ def _checked(op_id: str, answer: Any, own: StandIn, retake: Retake) -> StandIn:
         jax.ShapeDtypeStruct(mine.shape, like.dtype, weak_type=like.weak_type)
         for mine, like in zip(types, own[1], strict=True)
     ]
+
+
+def check_idempotent(op_id: str, own: StandIn, found: StandIn, again: StandIn) -> None:
+    """Raise a `KernelError` if `found`, which represents `own`, is itself represented by other arguments, `again`.
+
+    Tuning would save under another key.
+    """
+    if again != found:
+        raise KernelError(
+            f"{op_id}: bucket must be idempotent, but it returned {_shown(found)} for {_shown(own)}, and "
+            f"{_shown(again)} for its own result."
+        )
 
 
 def _shown(stand_in: StandIn) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Final, Generic
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.core.bucketing import StandIn, representative_of
+from ejkernel.ops.core.bucketing import StandIn, check_idempotent, checked_stand_in
 from ejkernel.ops.core.callspec import take_apart, without_defaults
 from ejkernel.ops.core.hooks import PLATFORMS, Computation, hook, overrides
 from ejkernel.ops.core.transformations.batching import Level, Vmapped, unbatched
@@ -177,19 +177,21 @@ class Invocation(Generic[Cfg, Out]):
         if self.kernel is None or not overrides(self.kernel, "bucket"):
             return self
         own = self._taken_apart(self.args, dict(self.kwargs))
-        ask = functools.partial(self._ask_for_bucket, own)
-        found = representative_of(self.op_id, own, ask, self._taken_apart)
-        return self if found is own else self._represented_by(found)
+        found = self._bucket(own)
+        if found is own:
+            return self
+        inv = self._represented_by(found)
+        check_idempotent(self.op_id, own, found, inv._bucket(found))
+        return inv
 
     def _taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn:
         assert self.kernel is not None  # `representative` checks it
         spec, arrays = take_apart(self.kernel, args, kwargs, self.method)
         return spec, [abstract(array) for array in arrays]
 
-    def _ask_for_bucket(self, own: StandIn, stand_in: StandIn) -> object:
-        inv = self if stand_in is own else self._represented_by(stand_in)
+    def _bucket(self, own: StandIn) -> StandIn:
         bucket = getattr(self.kernel, "bucket")  # noqa: B009 - a hook of `Kernel`
-        return asked(f"{self.op_id}: bucket", bucket, inv)
+        return checked_stand_in(self.op_id, asked(f"{self.op_id}: bucket", bucket, self), own, self._taken_apart)
 
     def _represented_by(self, stand_in: StandIn) -> Invocation[Cfg, Out]:
         spec, types = stand_in

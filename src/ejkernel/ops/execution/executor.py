@@ -18,7 +18,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
 from ejkernel.ops.config.staleness import default_stale_policy
-from ejkernel.ops.config.tiers import HEURISTIC, BareChooser
+from ejkernel.ops.config.tiers.tier import HEURISTIC, BareChooser
 from ejkernel.ops.core.callspec import METHODS, array_names, take_apart
 from ejkernel.ops.core.invocation import Invocation, invocation_of
 from ejkernel.ops.core.kernel import (

@@ -16,7 +16,7 @@ from ejkernel.ops.config.misses.nearest import why_no_entry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain, Consulted, Resolution
 from ejkernel.ops.config.staleness import text_of_differences
-from ejkernel.ops.config.tiers import AUTOTUNE, MEMORY, OVERLAY, OVERRIDE, PERSISTENT, SHARED, BareChooser
+from ejkernel.ops.config.tiers.tier import AUTOTUNE, MEMORY, OVERLAY, OVERRIDE, PERSISTENT, SHARED, BareChooser
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import kernel_of, overrides
 from ejkernel.ops.core.transformations.nodes import Choice
@@ -51,8 +51,8 @@ class Explanation(Shown):
         split: Axes along which the call may be split over devices.
         split_note: Why the call cannot be split.
         search: State of the search for its configuration; `None` without a search.
-        search_note: Why the search failed, is not finished or undecided, and why a newer search saved nothing; empty
-            if it is complete and the newest.
+        search_note: Why the search failed, is not finished or undecided, or how it was decided, and why a newer search
+            saved nothing; may be empty if it is complete and the newest.
         candidates: The command that prints the candidates of the search, or where they are; empty without a search.
         runs: The configuration with the parameters that the call runs with, if another call's was found.
     """
@@ -121,9 +121,15 @@ class Explanation(Shown):
     @property
     def elsewhere(self) -> str:
         """The number of implementations for other devices, as a sentence; empty if there are none."""
+        return self.elsewhere_on()
+
+    def elsewhere_on(self, target: str = "") -> str:
+        """Return the same sentence for an explanation on the target of this name."""
         count = len(self.refusals) - len(self.refused)
         do = "does" if count == 1 else "do"
-        return f"{counted(count, 'implementation')} {do} not run on this device; see `ejkernel list`" if count else ""
+        where, option = (target, f" --target {target}") if target else ("this device", "")
+        text = f"{counted(count, 'implementation')} {do} not run on {where}; see `ejkernel list{option}`"
+        return text if count else ""
 
     def _is_elsewhere(self, reason: str) -> bool:
         return self.key is not None and f"this call is for {self.key.device}" in reason
@@ -195,7 +201,7 @@ def _search_of(chooser: object, key: ConfigKey | None) -> dict[str, Any]:
         away = "not here: the configuration was copied without its search, which stays in the cache it comes from"
         return {"search": progress, "candidates": away}
     found, newest = history.shown, history.searches[0]
-    why = found.why if found.progress == progress and progress.state != "complete" else ""
+    why = found.why if found.progress == progress else ""
     later = f"a newer search is not saved: {newest.not_saved or newest.in_a_word}" if newest is not found else ""
     note = "; ".join(filter(None, (why, later)))
     return {"search": progress, "search_note": note, "candidates": _command_for(found)}

@@ -19,6 +19,7 @@ from ejkernel.ops.autotuner.trials.events import Counter, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry
 from ejkernel.ops.autotuner.tuner import Autotuner, process_session
+from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
@@ -420,7 +421,14 @@ def _result(
             if in_force is not None:
                 entries.append(Entry(inv.op_id_v, inv.call_key, in_force.config))
             searches.append(found)
-    return AutotuningResult(device, tuple(entries), tuple(searches))
+    return AutotuningResult(device, tuple(entries), tuple(searches), _place_of(chain, searches))
+
+
+def _place_of(chain: ConfigSelectorChain[Any, Any], searches: Sequence[AutotuneData]) -> str:
+    """Return the folder to which these searches were saved; empty if only the memory of this process has them."""
+    store = chain.persistent if chain.persist_autotune else None
+    is_on_disk = any(not getattr(search, "is_only_here", False) for search in searches)
+    return str(store.path) if isinstance(store, PersistentCache) and store.path is not None and is_on_disk else ""
 
 
 _FOR_KERNELS = {

@@ -136,6 +136,7 @@ def duration(seconds: float | None) -> str:
     """Return a time in microseconds, or in milliseconds from 1 ms on; `-` if it is unknown."""
     if seconds is None:
         return "-"
+    seconds = float(f"{seconds:.5g}")  # as files have it, so that both are rounded to the same digit
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} us"
     return f"{seconds * 1e3:.{2 if seconds < 1e-2 else 1}f} ms"

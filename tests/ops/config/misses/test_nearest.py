@@ -166,3 +166,15 @@ def test_a_missing_folder_is_the_reason_for_no_entry(tmp_path, monkeypatch):
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cahce"))
     text = f"there is no folder {tmp_path / 'cahce'}, named by EJKERNEL_CACHE_DIR, but there is {tmp_path / 'cache'}"
     assert why(PersistentCache(), X) == f"no entry; {text}"
+
+
+def test_a_default_folder_that_does_not_exist_is_no_reason_beside_a_layer(tmp_path, monkeypatch):
+    monkeypatch.delenv("EJKERNEL_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    layer = tmp_path / "team"
+    PersistentCache(layer).put("cpu:some", "other@v0", "1", {"rows": 1})
+    monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", str(layer))
+    assert why(PersistentCache(), X) == f"no entry; nothing was tuned for this operation in {layer}"
+    monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", str(tmp_path / "teem"))
+    with pytest.warns(CacheWarning, match="there is no folder"):
+        assert why(PersistentCache(), X) == f"no entry; there is no folder {tmp_path / 'teem'}, but there is {layer}"

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,9 @@ _MANIFEST = "manifest.json"
 _LARGEST = 16 << 20  # bytes of a manifest; a candidate takes hundreds
 _MOST_ARRAYS = 1 << 16  # that a program takes or returns
 _FILE = re.compile(r"\d+-\d+\.bin")
+
+Candidates = Callable[[Invocation[Any, Any]], Collection[Any]]  # the candidates of a call
+Progress = Callable[[Invocation[Any, Any], int, int], None]  # see `compile_bundle`
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,11 +137,11 @@ def compile_bundle(
     target: Target,
     folder: Path,
     *,
-    candidates: Callable[[Invocation[Any, Any]], Collection[Any]] | None = None,
+    candidates: Candidates | None = None,
     max_candidates: int = 100,
     processes: int = 0,
     executor: concurrent.futures.Executor | None = None,
-    progress: Callable[[Invocation[Any, Any], int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[BundledCall]:
     """Compile the candidates of calls for a target and write them to a folder. Measures nothing.
 
@@ -170,15 +173,10 @@ def compile_bundle(
     bundled, written = [], []
     try:
         with worker_session():
-            for number, inv in enumerate(calls):
-                aimed = dataclasses.replace(inv.abstract(), device=target.fingerprint).representative
-                configs = candidates_to_compile(aimed, candidates, max_candidates)
-                if not configs:
-                    text = f"{inv.op_id}: nothing to compile; config_space(inv) returned no configuration."
-                    warn(text, TuningWarning)
-                    continue
-                ended = _compile_call(aimed, configs, how, progress)
-                written.append(_written(aimed, configs, ended, folder, number))
+            aimed = aimed_calls(calls, target, candidates, max_candidates, "compile")
+            for number, (inv, configs) in enumerate(aimed):
+                ended = _compile_call(inv, configs, how, progress)
+                written.append(_written(inv, configs, ended, folder, number))
                 bundled.append(_bundled(written[-1], folder))
         manifest = _Manifest(
             schema=_SCHEMA,
@@ -211,11 +209,12 @@ class _How:
         self, timeout: AdaptiveTimeout, inv: Invocation[Cfg, Out], choice: Choice, only_once: bool
     ) -> Callable[[], Program]:
         """Return a function that compiles a call."""
-        compiler: Callable[..., Program] = compile_for
-        if self.executor is None and self.processes:
-            compiler = functools.partial(compile_processes(self.processes).compile, allowed=lambda: timeout.seconds)
-        job = functools.partial(compiler, inv, choice, self.target, only_once=only_once)
-        return job if self.executor is None else functools.partial(_submitted, self.executor, job)
+        job = functools.partial(compile_for, inv, choice, self.target, only_once=only_once)
+        if self.executor is not None:
+            return functools.partial(_submitted, self.executor, job)
+        if self.processes:
+            return functools.partial(compile_processes(self.processes).run, job, lambda: timeout.seconds)
+        return job
 
 
 def _submitted(executor: concurrent.futures.Executor, job: Callable[[], Program]) -> Program:
@@ -226,7 +225,7 @@ def _compile_call(
     inv: Invocation[Cfg, Out],
     configs: Sequence[object],
     how: _How,
-    progress: Callable[[Invocation[Any, Any], int, int], None] | None,
+    progress: Progress | None,
 ) -> list[Done[Program]]:
     """Return the compilation result of each candidate and, last, of the reference if the kernel has one."""
     assert inv.kernel is not None  # calls found in programs have one
@@ -235,19 +234,47 @@ def _compile_call(
     if overrides(inv.kernel, "reference"):
         choice = Choice(config=configs[0], platform=inv.platform, reference=True)
         jobs.append(how.job(timeout, inv, choice, True))
+    return carried_out(inv, jobs, width=how.processes or None, timeout=timeout, progress=progress)
+
+
+def carried_out(
+    inv: Invocation[Any, Any],
+    jobs: Sequence[Callable[[], Program]],
+    *,
+    width: int | None,
+    timeout: AdaptiveTimeout,
+    progress: Progress | None,
+) -> list[Done[Program]]:
+    """Return the result of each job of a call, from `width` threads."""
     ended: dict[int, Done[Program]] = {}
     # Kernels called inside these kernels must not be tuned.
     inside = [in_callers_context(job, deeper=True) for job in jobs]
-    for done in CompileThreads(inside, width=how.processes or None, timeout=timeout).results():
+    for done in CompileThreads(inside, width=width, timeout=timeout).results():
         ended[done.index] = done
         if progress is not None:
             progress(inv, len(ended), len(jobs))
     return [ended[index] for index in range(len(jobs))]
 
 
-def candidates_to_compile(
-    inv: Invocation[Cfg, Out], candidates: Callable[[Invocation[Any, Any]], Collection[Any]] | None, max_candidates: int
-) -> list[Any]:
+def aimed_calls(
+    calls: Iterable[Invocation[Any, Any]],
+    target: Target,
+    candidates: Candidates | None,
+    max_candidates: int,
+    doing: str,
+) -> Iterator[tuple[Invocation[Any, Any], list[Any]]]:
+    """Yield each call for a target, with its candidates; warn of a call without any, for which `doing` has no work."""
+    for inv in calls:
+        aimed = dataclasses.replace(inv.abstract(), device=target.fingerprint).representative
+        configs = _candidates(aimed, candidates, max_candidates)
+        if configs:
+            yield aimed, configs
+        else:
+            text = f"{inv.op_id}: nothing to {doing}; config_space(inv) returned no configuration."
+            warn(text, TuningWarning)
+
+
+def _candidates(inv: Invocation[Cfg, Out], candidates: Candidates | None, max_candidates: int) -> list[Any]:
     """Return the candidates of a call, its heuristic first; see `compile_bundle`."""
     kernel = kernel_of(inv)
     space = candidates_of(kernel, inv) if candidates is None else candidates(inv)

@@ -4,27 +4,24 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from ejkernel.ops.autotuner.compile.bundles import candidates_to_compile
+from ejkernel.ops.autotuner.compile.bundles import Candidates, Progress, aimed_calls, carried_out
 from ejkernel.ops.autotuner.compile.processes import CompileProcesses, compile_processes
 from ejkernel.ops.autotuner.compile.simulation import METHOD, check_simulated, seconds_of, simulate_for
 from ejkernel.ops.autotuner.compile.targets import Target
-from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, CompileThreads, Done, GivenUpError
-from ejkernel.ops.autotuner.process.threads import in_callers_context
+from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, Done, GivenUpError
 from ejkernel.ops.autotuner.process.worker import worker_session
 from ejkernel.ops.autotuner.trials.candidates import Program, config_id, heuristic_of
 from ejkernel.ops.config.estimates import EstimatedRow, Estimates, row_of
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import kernel_of
 from ejkernel.ops.core.transformations.nodes import Choice
-from ejkernel.ops.errors import CandidateError, TuningWarning
-from ejkernel.ops.utils.messages.warn import warn
+from ejkernel.ops.errors import CandidateError
 
 _TIMEOUT: Final = 600.0  # seconds for one candidate: simulating takes some 8 us for each simulated cycle
 
@@ -35,12 +32,12 @@ def estimate_calls(
     calls: Iterable[Invocation[Any, Any]],
     target: Target,
     *,
-    candidates: Callable[[Invocation[Any, Any]], Collection[Any]] | None = None,
+    candidates: Candidates | None = None,
     max_candidates: int = 100,
     processes: int = 1,
     timeout_s: float = _TIMEOUT,
     simulate: Simulate | None = None,
-    progress: Callable[[Invocation[Any, Any], int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Estimates]:
     """Estimate the times of the candidates of calls on a target. Measures nothing and needs no device.
 
@@ -67,15 +64,14 @@ def estimate_calls(
     with contextlib.ExitStack() as stack:
         if simulate is None:
             simulate = _in_processes(stack, target, processes, timeout_s)
-        for inv in calls:
-            aimed = dataclasses.replace(inv.abstract(), device=target.fingerprint).representative
-            configs = candidates_to_compile(aimed, candidates, max_candidates)
-            if configs:
-                ended = _simulated(aimed, configs, simulate, (processes, timeout_s), progress)
-                found.append(Estimates.of(aimed, METHOD, _rows(aimed, target, configs, ended, timeout_s)))
-            else:
-                text = f"{inv.op_id}: nothing to estimate; config_space(inv) returned no configuration."
-                warn(text, TuningWarning)
+        for inv, configs in aimed_calls(calls, target, candidates, max_candidates, "estimate"):
+            jobs = [
+                functools.partial(simulate, inv, Choice(config=config, platform=inv.platform)) for config in configs
+            ]
+            # The processes have the same deadline, and end first.
+            timeout = AdaptiveTimeout(first=2 * timeout_s, least=2 * timeout_s)
+            ended = carried_out(inv, jobs, width=processes, timeout=timeout, progress=progress)
+            found.append(Estimates.of(inv, METHOD, _rows(inv, target, configs, ended, timeout_s)))
     return found
 
 
@@ -90,28 +86,6 @@ def _in_processes(stack: contextlib.ExitStack, target: Target, count: int, timeo
         return pool.run(work, timeout_s)
 
     return simulate
-
-
-def _simulated(
-    inv: Invocation[Any, Any],
-    configs: Sequence[object],
-    simulate: Simulate,
-    limits: tuple[int, float],
-    progress: Callable[[Invocation[Any, Any], int, int], None] | None,
-) -> list[Done[Program]]:
-    """Return the result of each candidate."""
-    width, timeout_s = limits
-    choices = (Choice(config=config, platform=inv.platform) for config in configs)
-    # Kernels called inside these kernels must not be tuned.
-    jobs = [in_callers_context(functools.partial(simulate, inv, choice), deeper=True) for choice in choices]
-    ended: dict[int, Done[Program]] = {}
-    # The processes have the same deadline, and end first.
-    timeout = AdaptiveTimeout(first=2 * timeout_s, least=2 * timeout_s)
-    for done in CompileThreads(jobs, width=width, timeout=timeout).results():
-        ended[done.index] = done
-        if progress is not None:
-            progress(inv, len(ended), len(jobs))
-    return [ended[index] for index in range(len(jobs))]
 
 
 def _rows(

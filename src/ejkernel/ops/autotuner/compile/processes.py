@@ -62,7 +62,7 @@ class CompileWorker(Worker):
         self._output, path = tempfile.mkstemp(prefix="ejkernel-compiler-")
         weakref.finalize(self, os.close, self._output)
         try:
-            super().__init__(is_leaf=True, output=path)
+            super().__init__(output=path)
             self.call(_prepare)
         except WorkerDiedError as death:
             raise TuningError(f"a compile process does not start: {death}") from None
@@ -122,20 +122,16 @@ class CompileProcesses:
             self._idle.put(slot)
         self._is_closed = False
 
-    def compile(
+    def run(
         self,
-        inv: Invocation[Cfg, Out],
-        choice: Choice,
-        target: Target,
-        *,
-        only_once: bool = False,
+        work: Callable[[], Program],
         allowed: float | Callable[[], float] = 600.0,
         busy: set[CompileWorker] | None = None,
     ) -> Program:
-        """Return the program of `compile_for` with its register spills. Thread-safe.
+        """Return the program of `work`, e.g. a partial `compile_for`, with its register spills. Thread-safe.
 
         Args:
-            inv, choice, target, only_once: See `compile_for`.
+            work: The work, carried out in a process.
             allowed: Seconds after which the process is killed; a function if they change.
             busy: Contains the process while it works.
 
@@ -143,15 +139,6 @@ class CompileProcesses:
             CandidateError: The candidate crashed its process, or exceeded its deadline (`GivenUpError`).
             TuningError: The call cannot be pickled, or the pool is closed.
         """
-        return self.run(functools.partial(compile_for, inv, choice, target, only_once=only_once), allowed, busy)
-
-    def run(
-        self,
-        work: Callable[[], Program],
-        allowed: float | Callable[[], float] = 600.0,
-        busy: set[CompileWorker] | None = None,
-    ) -> Program:
-        """Return the program of `work`, carried out in a process; see `compile`."""
         busy = set() if busy is None else busy
         slot = self._idle.get()
         try:
@@ -230,9 +217,8 @@ class Compiler:
     def __call__(self, inv: Invocation[Cfg, Out], choice: Choice) -> Program | None:
         """Return the program; `None` if the measuring process must compile it."""
         try:
-            program = self._processes.compile(
-                inv, choice, self._target, allowed=lambda: self._timeout.within(self._left()), busy=self._busy
-            )
+            work = functools.partial(compile_for, inv, choice, self._target)
+            program = self._processes.run(work, lambda: self._timeout.within(self._left()), self._busy)
         except GivenUpError as error:
             error.for_budget = self._timeout.is_short(self._left())
             raise

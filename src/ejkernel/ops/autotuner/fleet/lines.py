@@ -8,16 +8,13 @@ keeps the reported results if the worker is lost. Without a connection, all mess
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
-import fcntl
 import functools
 import os
 import secrets
 import shutil
 import struct
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -25,8 +22,6 @@ from typing import Protocol
 from ejkernel.ops.autotuner.process.watch import Instruction
 
 _LENGTH = struct.Struct("<Q")
-_PREFIX = "ejkernel-lines-"
-_NEW = 60.0  # seconds before other processes may remove an unlocked folder
 
 
 class Line(Protocol):
@@ -123,15 +118,13 @@ class FolderLine:
 
 @functools.cache
 def _folder_of_this_process(pid: int) -> tuple[Path, str]:
-    """Return a folder that exists as long as this process, and its secret.
+    """Return a folder that this process removes at its end, and its secret.
 
     If this folder exists but the folder of a line does not, the caller has closed the line.
     """
-    _remove_those_of_lost_processes()
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # private to this user
+    folder = Path(tempfile.mkdtemp(prefix="ejkernel-lines-"))  # private to this user
     secret = secrets.token_hex()
     (folder / "secret").write_text(secret)
-    _lock(folder)  # held until this process ends
     atexit.register(_remove, folder, pid)
     return folder, secret
 
@@ -139,28 +132,3 @@ def _folder_of_this_process(pid: int) -> tuple[Path, str]:
 def _remove(folder: Path, pid: int) -> None:
     if pid == os.getpid():  # not in a fork
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_those_of_lost_processes() -> None:
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, already removed, or locked by a living process
-            found = folder.lstat()
-            # A new folder may not have its lock yet.
-            if found.st_uid == os.getuid() and time.time() - found.st_mtime > _NEW:
-                os.close(_lock(folder))
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _lock(folder: Path) -> int:
-    """Lock a folder; return the descriptor that holds the lock.
-
-    Raises:
-        BlockingIOError: Another process holds the lock.
-    """
-    lock = os.open(folder / "secret", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise
-    return lock

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 from ejkernel import compat
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.utils.fingerprint import default_device
 from ejkernel.ops.utils.formatting import size
+
+_NOTABLE: Final = 1 << 20  # bytes; see `more_bytes`
+_NOTABLE_SHARE: Final = 0.1
 
 
 def num_bytes(like: Any) -> int:
@@ -29,6 +33,36 @@ def peak_bytes(compiled: Any) -> int | None:
     argument, output, temp, alias = (int(getattr(analysis, part)) for part in parts)
     # donated arrays are counted among both arguments and results
     return argument + output + temp - alias
+
+
+def more_bytes(mine: int | None, theirs: int | None) -> int:
+    """Return how many more bytes one program needs than another; 0 if unknown or not notable.
+
+    Notable are 1 MiB and a tenth more.
+    """
+    if mine is None or theirs is None:
+        return 0
+    more = mine - theirs
+    return more if more >= max(_NOTABLE, _NOTABLE_SHARE * theirs) else 0
+
+
+def preferred(times: Sequence[float], needs: Sequence[int | None], *, margin: float) -> int:
+    """Return the index of the candidate to prefer by time and memory.
+
+    Of the candidates within `margin` of the first, those that need notably more memory than the leanest are passed
+    over, and the first of the others is preferred.
+
+    Args:
+        times: The time of each candidate, the best candidate first.
+        needs: The bytes that each candidate needs; `None` if unknown.
+        margin: Share of a candidate's time by which the first must be faster to be preferred to it.
+    """
+    close = [at for at, time in enumerate(times) if at == 0 or times[0] >= time * (1 - margin)]
+    known = {at: need for at in close if (need := needs[at]) is not None}
+    if 0 not in known:
+        return 0
+    least = min(known.values())
+    return next(at for at, need in known.items() if not more_bytes(need, least))
 
 
 def output_bytes(compiled: Any) -> int | None:

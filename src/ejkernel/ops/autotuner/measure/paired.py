@@ -15,8 +15,13 @@ from ejkernel.ops.autotuner.measure.sampling import CLOCK, PROCESSOR, Sample, Sa
 MARGIN = 0.02  # a smaller difference is a tie
 CONFIDENCE = 0.95
 _MARGIN_OF_WORK = 0.1  # MARGIN for processor time, which varies more: preempted work finds cold caches
+# MARGIN for a challenger that takes notably more memory. Such a candidate may be the faster one alone and the slower
+# one in a program, e.g. because an array that exceeds the allocator's threshold is mapped anew in each step.
+_MARGIN_OF_MEMORY = 0.05
+_MARGIN_OF_BOTH = 0.15  # by processor time, for such a challenger
 _SURE = 0.999  # confidence for unsteady times and repeated looks at the samples (multiple comparisons)
 _NEGLIGIBLE = 0.05  # largest possible gain of a challenger that is settled not to win
+_DOUBT = _NEGLIGIBLE - MARGIN  # how far beyond a tie the gain of such a challenger may be
 _UNSTEADY = 1.25  # ratio of the quartiles of the shares above which nine rounds of ten prove little
 _NARROW = 0.02  # half the width of an interval that is shown as a deviation
 _MOST = 8  # maximum length of a paired sampling, as a multiple of its first rounds
@@ -40,6 +45,7 @@ class PairedComparison:
         judged_by: `clock`, or `processor` if other processes disturbed the clock; then all figures are processor time.
         doubt: Why it is not settled; empty if it is.
         interval: The 95 % interval of `speedup`; `None` with too few rounds.
+        takes_more: Whether the challenger takes notably more memory than the incumbent, which raises `least`.
     """
 
     wins: bool
@@ -54,6 +60,7 @@ class PairedComparison:
     judged_by: str = CLOCK
     doubt: str = ""
     interval: tuple[float, float] | None = None
+    takes_more: bool = False
 
     @property
     def is_tie(self) -> bool:
@@ -75,7 +82,19 @@ class PairedComparison:
     @property
     def least(self) -> float:
         """The least speed-up that wins."""
-        return 1 / (1 - (_MARGIN_OF_WORK if self.judged_by == PROCESSOR else MARGIN))
+        return 1 / (1 - margin_of(self.judged_by, takes_more=self.takes_more))
+
+
+def margin_of(clock: str, *, takes_more: bool) -> float:
+    """Return the share of the incumbent's time by which a challenger must be faster.
+
+    Args:
+        clock: `clock` or `processor`, the clock of the times.
+        takes_more: Whether the challenger takes notably more memory than the incumbent.
+    """
+    if clock == PROCESSOR:
+        return _MARGIN_OF_BOTH if takes_more else _MARGIN_OF_WORK
+    return _MARGIN_OF_MEMORY if takes_more else MARGIN
 
 
 def compare(
@@ -85,6 +104,7 @@ def compare(
     margin: float = MARGIN,
     confidence: float = CONFIDENCE,
     is_last: bool = False,
+    takes_more: bool = False,
 ) -> PairedComparison:
     """Compare samples of the same rounds; ties go to the incumbent.
 
@@ -101,19 +121,25 @@ def compare(
         margin: Share of the incumbent's time by which the challenger must be faster.
         confidence: The least confidence that settles the comparison.
         is_last: Whether these are the final samples.
+        takes_more: Whether the challenger takes notably more memory than the incumbent. A larger lead is then a tie,
+            and only rounds with a larger one count for the challenger.
     """
     pairs = list(zip(challenger, incumbent, strict=False))
     if not pairs:
-        return PairedComparison(wins=False, speedup=1.0, confidence=0.0, pairs=0)
+        return PairedComparison(wins=False, speedup=1.0, confidence=0.0, pairs=0, takes_more=takes_more)
+    tie = _MARGIN_OF_MEMORY if takes_more else MARGIN
+    margin, negligible = max(margin, tie), tie + _DOUBT
     shares = _shares(pairs)
     share, mine, theirs = map(statistics.median, (shares, *zip(*pairs, strict=True)))
     ahead = sum(one < other for one, other in pairs)
     sure = _chance_of_fewer(ahead, len(pairs))
-    wins = share < 1 - margin and mine < theirs and sure >= confidence
+    clear = sum(one < other * (1 - margin) for one, other in pairs) if takes_more else ahead
+    surely = _chance_of_fewer(clear, len(pairs))
+    wins = share < 1 - margin and mine < theirs and surely >= confidence
     by_medians = mine / theirs if theirs else 1.0
-    stays = share >= 1 - MARGIN and by_medians >= 1 - (_NEGLIGIBLE if is_last else MARGIN)
+    stays = share >= 1 - tie and by_medians >= 1 - (negligible if is_last else tie)
     gain = 1 - _at_least(shares, min(confidence, CONFIDENCE) if is_last else confidence)
-    settled = wins or (stays and gain <= (max(_NEGLIGIBLE, margin) if is_last else _NEGLIGIBLE))
+    settled = wins or (stays and gain <= (max(negligible, margin) if is_last else negligible))
     return PairedComparison(
         wins=wins,
         speedup=1 / share if share else math.inf,
@@ -124,8 +150,9 @@ def compare(
         challenger=mine,
         incumbent=theirs,
         settled=settled,
-        doubt="" if settled else _doubt(share, margin, sure, confidence, gain, mine < theirs),
+        doubt="" if settled else _doubt(share, margin, surely, confidence, gain, mine < theirs),
         interval=_interval(shares),
+        takes_more=takes_more,
     )
 
 
@@ -136,11 +163,17 @@ def _doubt(share: float, margin: float, sure: float, confidence: float, gain: fl
         return f"it may take up to {gain:.0%} less time" if gain < 1 else slower
     if not has_lower_median:
         return "it is ahead in the median round, but its median time is not shorter"
-    return f"the confidence that it is faster is {sure:.2%}, and {confidence:.1%} is needed"
+    enough = f" by {margin:.0%}" if margin not in (MARGIN, _MARGIN_OF_WORK) else ""
+    return f"the confidence that it is faster{enough} is {sure:.2%}, and {confidence:.1%} is needed"
 
 
 def judge(
-    challenger: Sequence[Sample], incumbent: Sequence[Sample], *, again: bool = False, is_last: bool = False
+    challenger: Sequence[Sample],
+    incumbent: Sequence[Sample],
+    *,
+    again: bool = False,
+    is_last: bool = False,
+    takes_more: bool = False,
 ) -> PairedComparison:
     """Compare samples of the same rounds by clock time or, if other processes disturb the clock, by processor time.
 
@@ -153,6 +186,7 @@ def judge(
         challenger, incumbent: The samples; extra samples of the longer one are ignored.
         again: Whether these samples were compared before; then a higher confidence is required.
         is_last: Whether these are the final samples.
+        takes_more: As in `compare`.
     """
     pairs = list(zip(challenger, incumbent, strict=False))
     mine, theirs = ([pair[side] for pair in pairs] for side in (0, 1))
@@ -160,15 +194,16 @@ def judge(
     # On systems without processor times, a disturbed clock only prolongs the sampling.
     disturbed = is_disturbed((mine, theirs))
     sure = _SURE if again or disturbed or _is_unsteady(_shares(list(zip(*clock, strict=True)))) else CONFIDENCE
-    by_clock = compare(*clock, confidence=sure, is_last=is_last)
+    by_clock = compare(*clock, confidence=sure, is_last=is_last, takes_more=takes_more)
     if not disturbed:
         return by_clock
     busiest, total = (
         compare(
             *([getattr(sample.work, name) for sample in samples] for samples in (mine, theirs)),
-            margin=_MARGIN_OF_WORK,
+            margin=margin_of(PROCESSOR, takes_more=takes_more),
             confidence=sure,
             is_last=is_last,
+            takes_more=takes_more,
         )
         for name in ("busiest", "total")
     )
@@ -200,11 +235,13 @@ class PairedSampling(Sampling):
 
     Args:
         rounds: Rounds between two looks at the samples; the sampling ends after eight times as many.
+        takes_more: Whether the challenger takes notably more memory than the incumbent.
         may_go_on: Called before each round after the first `rounds`; false ends the sampling.
     """
 
-    def __init__(self, rounds: int, *, may_go_on: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, rounds: int, *, takes_more: bool = False, may_go_on: Callable[[], bool] = lambda: True) -> None:
         super().__init__(2, plan=SamplingPlan.fixed(rounds), incumbents=(0, 1))
+        self._takes_more = takes_more
         self._may_go_on = may_go_on
 
     def next_round(self) -> list[int]:
@@ -223,10 +260,10 @@ class PairedSampling(Sampling):
         """The comparison of the samples so far."""
         incumbent, challenger = self.noted
         again = len(challenger) > self.plan.rounds
-        found = judge(challenger, incumbent, again=again)
+        found = judge(challenger, incumbent, again=again, takes_more=self._takes_more)
         if found.settled or not self._is_over():
             return found
-        return judge(challenger, incumbent, again=again, is_last=True)
+        return judge(challenger, incumbent, again=again, is_last=True, takes_more=self._takes_more)
 
     @property
     def judged(self) -> tuple[str, list[tuple[float, ...]]]:

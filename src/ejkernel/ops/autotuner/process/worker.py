@@ -49,11 +49,10 @@ class Worker(Supervisor):
 
     Args:
         environ: Variables to set in the worker's environment, e.g. `CUDA_VISIBLE_DEVICES`.
-        is_leaf: Whether the worker itself starts no workers.
         output: A file for all output of the worker; standard error if empty.
     """
 
-    def __init__(self, environ: Mapping[str, str] | None = None, *, is_leaf: bool = False, output: str = "") -> None:
+    def __init__(self, environ: Mapping[str, str] | None = None, *, output: str = "") -> None:
         super().__init__()
         _check_that_main_is_there()
         context = multiprocessing.get_context("spawn")
@@ -64,7 +63,6 @@ class Worker(Supervisor):
         start_process(self._process.start)
         other.close()
         self._pipe = Exchange(pipe)
-        self._is_leaf = is_leaf
         atexit.register(self.kill)  # not a daemon, because it may start processes
 
     @property
@@ -125,7 +123,7 @@ class Worker(Supervisor):
         """Kill the worker and its children; without `wait`, return before they have ended."""
         pid = self._process.pid
         if pid is not None:
-            for other in [] if self._is_leaf else _session_of(pid):
+            for other in _session_of(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(other, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError, PermissionError):  # its group may not exist yet

@@ -17,7 +17,8 @@ from ejkernel.ops.errors import ConfigError
 
 # Evidence from replaying recorded spaces (`benchmarks/search.py --failing`). In nine spaces the most promising pair of
 # values was made to fail (8 % of the configurations; four seeds each): with this model 4 % of the first hundred
-# measurements fail and the score is 0.69; with the share of failures nearby it was 35 % and 0.52. In three spaces with
+# measurements fail and the score is 0.69; with the share of failures nearby it was 35 % and 0.52. The product of the
+# two is no better than this model (four spaces, twenty seeds each: 4.8 % and 0.411 either way). In three spaces with
 # real failures (3 to 8 %; twenty seeds each), 78 % of the searches come within 5 % of the best after 100 measurements,
 # before 73 %; the score, which also counts the way there, falls from 0.63 to 0.59.
 _ADDITIVE = 0.5  # share of a sum over axes: most failures depend on one value or on a pair
@@ -32,8 +33,7 @@ _RESTLESS = 50.0  # measurements without a better time after which the model's u
 _MOST_RESTLESS = 3.0
 _TRUST = 25.0  # measurements without a better time after which records have half their weight
 _PENDING = 16  # configurations under measurement that a recommendation takes into account
-_REACH = 0.3  # length scale of a failure's influence, for axes of width 1
-_DOUBT = 0.1  # weight of the overall failure rate relative to a failure nearby
+_SAME_FAILURE = 0.9  # chance that a configuration fails here that failed in all records
 _RECORD_WEIGHT = 3.0  # weight of the records' spread, in measurements
 
 
@@ -213,27 +213,11 @@ class RankedPoints:
         self.rows = {point: row for row, point in enumerate(self.points)}
         self.pool = _pool(space, self.points, priors, options)
         self.plain = self.pool.without_records()
-        recorded = [[point in prior.failed for point in self.points] for prior in priors]
-        self._failed_elsewhere = np.mean(recorded, axis=0) if recorded else np.zeros(len(self.points))
-        self._near_failures = np.zeros(len(self.points))
-        self._near_any = np.zeros(len(self.points))
-        self._failures = self._known = 0
-
-    def note(self, row: int, *, failed: bool) -> None:
-        """Record a success or a failure."""
-        distances = np.sqrt(((self.pool.columns - self.pool.columns[row]) ** 2).sum(axis=1))
-        nearness = np.exp(-distances / _REACH)
-        self._near_any += nearness
-        self._known += 1
-        if failed:
-            self._near_failures += nearness
-            self._failures += 1
-
-    def chance(self) -> Floats:
-        """Return the estimated probability that each point works."""
-        usual = (self._known - self._failures + 1) / (self._known + 1) * (1.0 - 0.9 * self._failed_elsewhere)
-        chance: Floats = (self._near_any - self._near_failures + _DOUBT * usual) / (self._near_any + _DOUBT)
-        return chance
+        recorded = np.array([[point in prior.failed for point in self.points] for prior in priors])
+        # The probability that each point works, according to the records.
+        self.chance: Floats = (
+            1.0 - _SAME_FAILURE * recorded.mean(axis=0) if len(recorded) else np.ones(len(self.points))
+        )
 
 
 class Model:
@@ -289,7 +273,7 @@ class Model:
         taken = np.zeros(len(rows), dtype=bool)
         taken[[rows[point] for point in proposed if point in rows]] = True
         values, count = list(self._values), len(self._values)
-        chance = self.candidates.chance() * self.failing.chance()
+        chance = self.candidates.chance * self.failing.chance()
         chosen: list[int] = []
         predicted = [rows[point] for point in pending[-_PENDING:] if point in rows]
         while len(chosen) < n and not taken.all():

@@ -183,7 +183,6 @@ class ModelSearch(_Recorder):
         row = None if self._candidates is None else self._candidates.rows.get(point)
         if row is None or self._candidates is None:
             return
-        self._candidates.note(row, failed=seconds is None)
         if self._model is not None:
             self._model.add(row, seconds)
         if seconds is None and self._failures == 1:
@@ -212,9 +211,6 @@ class ModelSearch(_Recorder):
         """Fit the hyperparameters again; this is slow and happens only now and then."""
         if self._candidates is None or self.space.points() is None:
             self._candidates = RankedPoints(self.space, self._ranked(), self._priors, self.options)
-            for point, seconds in self.times.items():
-                if point in self._candidates.rows:
-                    self._candidates.note(self._candidates.rows[point], failed=seconds is None)
         columns = self._candidates.pool.columns.shape[1]
         self._hypers = self._hypers or tuple(
             Hyper.start(columns, records=records, additive=share)

@@ -156,6 +156,7 @@ class _StoredChallenge:
     alone: bool
     doubt: str = ""
     interval: tuple[float, float] | None = None
+    more_bytes: int = 0
 
     def restored(self) -> Challenge:
         """Return the `Challenge`.
@@ -183,8 +184,9 @@ class _StoredChallenge:
             judged_by=self.judged_by,
             doubt=self.doubt,
             interval=self.interval,
+            takes_more=self.more_bytes > 0,
         )
-        return Challenge(self.rival, comparison, is_confirmation=self.alone)
+        return Challenge(self.rival, comparison, is_confirmation=self.alone, more_bytes=self.more_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,6 +299,8 @@ def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
     )
     # Older versions do not know these fields.
     first = {name: value for name, value in to_data(header).items() if value or name not in _OPTIONAL}
+    if header.standing is not None and not header.standing.more_bytes:
+        del first["standing"]["more_bytes"]
     lines = [first, *([getattr(row, name) for name in columns] for row in rows)]
     text = "".join(json.dumps(line, separators=(",", ":"), ensure_ascii=False) + "\n" for line in lines)
     return sealed_lines(printable_json(text))

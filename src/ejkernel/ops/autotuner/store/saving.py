@@ -20,7 +20,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.config.staleness import Difference, saved_in, space_digest, standing
-from ejkernel.ops.config.tiers import AUTOTUNE
+from ejkernel.ops.config.tiers.tier import AUTOTUNE
 from ejkernel.ops.core.declared_names import why_not_decoded
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of

@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -13,7 +14,8 @@ from ejkernel.ops.autotuner.bench.checking import check_repeatedly
 from ejkernel.ops.autotuner.bench.confirmation import confirm, pair_fault
 from ejkernel.ops.autotuner.bench.gradients import rule_fault
 from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
-from ejkernel.ops.autotuner.measure.paired import MARGIN, PairedComparison, PairedSampling, compare
+from ejkernel.ops.autotuner.measure.memory import more_bytes, preferred
+from ejkernel.ops.autotuner.measure.paired import MARGIN, PairedComparison, PairedSampling, compare, margin_of
 from ejkernel.ops.autotuner.measure.sampling import CLOCK, PROCESSOR, Sampling, SamplingPlan
 from ejkernel.ops.autotuner.tasks.pool import FINALISTS, Budget, Pool
 from ejkernel.ops.autotuner.tasks.task import TuningTask
@@ -23,7 +25,7 @@ from ejkernel.ops.autotuner.trials.status import FAULTY, Status
 from ejkernel.ops.core.examples import why_not_finite
 from ejkernel.ops.core.kernel import overrides
 from ejkernel.ops.errors import CandidateError, TuningError
-from ejkernel.ops.utils.formatting import compact, counted
+from ejkernel.ops.utils.formatting import compact, counted, size
 
 T = TypeVar("T")
 
@@ -43,6 +45,7 @@ class Conclusion:
         checked: The checks that it passed.
         challenge: The best challenger compared with the heuristic.
         faster: Another candidate with shorter times than the winner; `None` without one.
+        passed_over: The fastest candidate, if the winner was preferred to it because it takes less memory.
         unconfirmed: Whether the search ended before the best candidate was compared with the heuristic.
     """
 
@@ -50,6 +53,7 @@ class Conclusion:
     checked: tuple[str, ...]
     challenge: Challenge | None = None
     faster: Candidate | None = None
+    passed_over: Candidate | None = None
     unconfirmed: bool = False
 
     @property
@@ -116,8 +120,11 @@ class Decider:
         pool = self._pool
         if decision.undecided or decision.winner.seconds is None:
             return []
-        limit = pool.pace(decision.winner) * (1 - MARGIN)
-        return [candidate for candidate in pool.fastest_first(pool.tried)[:FINALISTS] if pool.pace(candidate) < limit]
+        return [
+            candidate
+            for candidate in pool.fastest_first(pool.tried)[:FINALISTS]
+            if pool.pace(candidate) < pool.pace(decision.winner) * (1 - _margin(candidate, decision.winner))
+        ]
 
     def _best(self) -> Conclusion:
         """Return the fastest candidate that is correct on new inputs and beats the heuristic in a confirmation run.
@@ -127,7 +134,7 @@ class Decider:
         """
         pool, heuristic = self._pool, self._pool.heuristic
         while pool.ranking:
-            challenger = next((candidate for candidate in pool.ranking if candidate is not heuristic), None)
+            challenger, passed_over = self._preferred()
             # Without samples of the heuristic, and without its failure, nothing can be compared with it.
             if challenger is None or not (heuristic.status in FAULTY or _are_measured(heuristic)):
                 return self._stays(None)
@@ -139,7 +146,8 @@ class Decider:
             if _are_measured(challenger) and (challenge is None or challenge.comparison.wins):
                 self._checked(challenger, functools.partial(check_repeatedly, self._oracle, challenger))
             if _are_measured(challenger):
-                return self._after_confirmation_run(challenger, checked, challenge)
+                decision = self._after_confirmation_run(challenger, checked, challenge)
+                return dataclasses.replace(decision, passed_over=passed_over)
             # The failed challenger caused slower candidates to be dropped.
             pool.measure(pool.tried, SamplingPlan(rounds=self._task.rounds))
         self._oracle.settings.tell()
@@ -148,6 +156,21 @@ class Decider:
         error.seconds = self._budget.spent()
         raise error
 
+    def _preferred(self) -> tuple[Candidate | None, Candidate | None]:
+        """Return the candidate to compare with the heuristic, and the fastest one if it takes notably more memory."""
+        pool = self._pool
+        others = [candidate for candidate in pool.ranking if candidate is not pool.heuristic]
+        if not others:
+            return None, None
+        fastest = others[0]
+        margin = margin_of(_clock(fastest), takes_more=True)
+        # A candidate that does not beat the heuristic itself is no reason to pass over one that does.
+        limit = 1 - MARGIN if pool.heuristic.measurement is not None else math.inf
+        others = [candidate for candidate in others if candidate is fastest or pool.pace(candidate) < limit]
+        needs = [candidate.peak_bytes for candidate in others]
+        chosen = others[preferred(list(map(pool.pace, others)), needs, margin=margin)]
+        return chosen, None if chosen is fastest else fastest
+
     def _first_look(self, challenger: Candidate) -> Challenge | None:
         """Compare the best candidate with the heuristic, with more rounds if the first were inconclusive.
 
@@ -155,9 +178,10 @@ class Decider:
         """
         if not _are_measured(challenger, self._pool.heuristic) or not challenger.beside:
             return None
-        comparison = _at_first_look(challenger)
+        more = more_bytes(challenger.peak_bytes, self._pool.heuristic.peak_bytes)
+        comparison = _at_first_look(challenger, takes_more=more > 0)
         if comparison.wins or comparison.settled or self._pool.must_end():
-            return Challenge(challenger.config, comparison)
+            return Challenge(challenger.config, comparison, more_bytes=more)
         return self._confirmation_run(challenger)
 
     def _confirmed(self, challenger: Candidate) -> tuple[str, ...]:
@@ -186,13 +210,15 @@ class Decider:
         heuristic = self._pool.heuristic
         if not _are_measured(challenger, heuristic):
             return None
-        paired = PairedSampling(self._rounds, may_go_on=self._budget.lasts(_CONFIRMATION_SECONDS))
+        more = more_bytes(challenger.peak_bytes, heuristic.peak_bytes)
+        may_go_on = self._budget.lasts(_CONFIRMATION_SECONDS)
+        paired = PairedSampling(self._rounds, takes_more=more > 0, may_go_on=may_go_on)
         # The log stores these samples.
         stop = self._must_end_now()
         self._pool.timing.measure([heuristic, challenger], paired, heuristic=heuristic, stop=stop)
         if not _are_measured(challenger, heuristic):
             return None
-        return Challenge(challenger.config, paired.comparison, is_confirmation=True)
+        return Challenge(challenger.config, paired.comparison, is_confirmation=True, more_bytes=more)
 
     def _must_end_now(self) -> Callable[[], bool]:
         """Return a function that is true a moment after the end of the search was requested."""
@@ -248,47 +274,66 @@ def _are_measured(*candidates: Candidate) -> bool:
     return all(candidate.compiled is not None and candidate.measurement is not None for candidate in candidates)
 
 
-def _at_first_look(challenger: Candidate) -> PairedComparison:
+def _clock(candidate: Candidate) -> str:
+    """Return the clock of a candidate's times."""
+    measured = candidate.measurement
+    return PROCESSOR if measured is not None and measured.method == PROCESSOR else CLOCK
+
+
+def _margin(challenger: Candidate, winner: Candidate) -> float:
+    """Return the share of the winner's time by which a candidate's must be shorter to count as such."""
+    more = more_bytes(challenger.peak_bytes, winner.peak_bytes)
+    return margin_of(_clock(challenger), takes_more=True) if more else MARGIN
+
+
+def _at_first_look(challenger: Candidate, *, takes_more: bool) -> PairedComparison:
     """Compare a candidate with the heuristic in the same rounds; it needs a lead in the median beyond a tie.
 
     A hopelessly slow challenger was dropped early. It has few samples, but its comparison is settled.
     """
     mine = challenger.measurement
     assert mine is not None  # callers check
-    sure = compare(mine.samples, challenger.beside)
-    wins = compare(mine.samples, challenger.beside, margin=MARGIN, confidence=0.0).wins
-    witness = PROCESSOR if mine.method == PROCESSOR else CLOCK
-    comparison = dataclasses.replace(sure, wins=wins, settled=sure.settled and sure.wins == wins, judged_by=witness)
+    sure = compare(mine.samples, challenger.beside, takes_more=takes_more)
+    wins = compare(mine.samples, challenger.beside, confidence=0.0, takes_more=takes_more).wins
+    settled = sure.settled and sure.wins == wins
+    comparison = dataclasses.replace(sure, wins=wins, settled=settled, judged_by=_clock(challenger))
     hopeless = not comparison.wins and comparison.speedup * _HOPELESS <= 1
     return dataclasses.replace(comparison, settled=comparison.settled or hopeless)
 
 
-def why_it_stays(decision: Conclusion, *, finished: bool, others_are_measured: bool) -> str:
+def why_it_stays(
+    decision: Conclusion, *, finished: bool, others_are_measured: bool, ended: str = "the search ended"
+) -> str:
     """Return why the heuristic stays, in a finished search perhaps because it is undecided.
 
     Args:
         decision: The decision.
         finished: Whether no candidate is left to measure, and the best one was compared with the heuristic.
         others_are_measured: Whether a candidate beside the heuristic has times.
+        ended: Why the search ended, as the start of a sentence.
     """
     challenge, winner = decision.challenge, decision.winner
     is_confirmed = challenge is not None and challenge.is_confirmation
     if not finished and winner.measurement is None and winner.status not in FAULTY:
-        return "the search ended before the heuristic was measured"
+        return f"{ended} before the heuristic was measured"
     if decision.unconfirmed and not is_confirmed:
-        return "the search ended before the best candidate was compared with the heuristic"
+        return f"{ended} before the best candidate was compared with the heuristic"
     if not finished and not others_are_measured:
-        return "the search ended when only the heuristic was measured"
+        return f"{ended} when only the heuristic was measured"
     if decision.faster is not None:
         return why_open(decision)
     so_far = "" if finished else " so far"
+    if challenge is not None and challenge.is_lead_too_small:
+        return f"{challenge.lead_in_words}{so_far}"
     if challenge is None or (challenge.comparison.settled and not is_confirmed):
         return f"no candidate was measurably faster{so_far}"
     comparison, name = challenge.comparison, compact(challenge.challenger)
     where = " in the confirmation run" if is_confirmed else ""
     rounds = f"{comparison.in_words}{where}, ahead in {comparison.ahead} of {counted(comparison.pairs, 'round')}"
     if decision.unconfirmed:
-        return f"the search ended before {name} was confirmed: {rounds} so far"
+        return (
+            f"{ended} before {name} was confirmed: {rounds} so far{f'; {comparison.doubt}' if comparison.doubt else ''}"
+        )
     if comparison.is_tie:
         return (
             f"no difference to {name}{where}{so_far}: {comparison.in_words} over {counted(comparison.pairs, 'round')}"
@@ -296,6 +341,15 @@ def why_it_stays(decision: Conclusion, *, finished: bool, others_are_measured: b
     if comparison.settled:
         return f"{name} did not beat the heuristic{so_far}: {rounds}"
     return f"it is open whether {name} is faster{so_far}: {rounds}; {comparison.doubt}"
+
+
+def why_passed_over(decision: Conclusion) -> str:
+    """Return why the winner was preferred to the fastest candidate; empty if it was not."""
+    other, winner = decision.passed_over, decision.winner
+    more = 0 if other is None else more_bytes(other.peak_bytes, winner.peak_bytes)
+    if other is None or not more or other.seconds is None or winner.seconds is None:
+        return ""
+    return f"about the same time as {compact(other.config)}, which takes {size(more)} more memory"
 
 
 def why_open(decision: Conclusion) -> str:

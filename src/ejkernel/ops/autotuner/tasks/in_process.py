@@ -8,6 +8,7 @@ thread therefore keeps the journal.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -98,18 +99,13 @@ class _Attempt:
         self._outputs = outputs
         self._journal = journal
         self._has_budget = has_budget
-        self.what = "starting"
-        self._allowed = float("inf")
-        self._configs: Sequence[Any] = ()
-        self._compiling: Sequence[Any] = ()
-        self._running = 0
-        self._alive = time.monotonic()
+        self.compiling(())
+        self.begin("starting", (), math.inf)
 
     @property
     def accused(self) -> list[Any]:
         """The candidates running or compiling now."""
-        configs = list(self._configs)
-        return [*configs[self._running : self._running + 1], *self._compiling]
+        return [*self._configs[self._running : self._running + 1], *self._compiling]
 
     def carry_out(self, run: TuningRun) -> AutotuneData:
         """Execute a run on the measuring thread, within the time left."""
@@ -130,13 +126,15 @@ class _Attempt:
     def compiling(self, configs: Sequence[object]) -> None:
         """See `Watch`."""
         self._outputs.mend()
-        self._compiling, self._alive = list(configs), time.monotonic()
+        self._compiling = list(configs)
+        self._alive = time.monotonic()
 
     def begin(self, doing: str, configs: Sequence[object], allowed: float) -> None:
         """See `Watch`."""
         self._outputs.mend()
         self._running, self._configs = 0, configs
-        self.what, self._allowed, self._alive = doing, allowed, time.monotonic()
+        self.what, self._allowed = doing, allowed
+        self._alive = time.monotonic()
 
     def running(self, index: int) -> None:
         """See `Watch`."""

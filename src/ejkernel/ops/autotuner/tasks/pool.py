@@ -57,6 +57,13 @@ class Budget:
         return self.is_stopped or self.left() < 0
 
     @property
+    def why_over(self) -> str:
+        """Why the run ends, as the start of a sentence about what it did not finish."""
+        if self.is_stopped:
+            return "the search was stopped"
+        return "the budget was spent" if self.left() < 0 else "the search ended"
+
+    @property
     def is_for_measuring(self) -> bool:
         """Whether the rest of the budget should go to measuring, not to compiling."""
         return self._seconds is not None and self.left() < (1 - _PREPARING) * self._seconds

@@ -16,7 +16,7 @@ from ejkernel.ops.autotuner.measure.paired import PairedSampling
 from ejkernel.ops.autotuner.measure.sampling import Sampling, SamplingPlan
 from ejkernel.ops.autotuner.process.watch import Cancellation, Unwatched, Watch
 from ejkernel.ops.autotuner.search.strategies import default_strategy
-from ejkernel.ops.autotuner.tasks.decisions import Decider, why_it_stays, why_open
+from ejkernel.ops.autotuner.tasks.decisions import Decider, why_it_stays, why_open, why_passed_over
 from ejkernel.ops.autotuner.tasks.pool import Budget, Pool
 from ejkernel.ops.autotuner.tasks.task import Configurations, SharedCall, TuningTask
 from ejkernel.ops.autotuner.trials.candidates import LISTED, config_id, distinct
@@ -100,9 +100,11 @@ class TuningRun:
             lacks_reference=any(one.lacks_reference for one in oracle.all),
         )
         if not data.is_kept:
-            return data if decision.faster is None else dataclasses.replace(data, why=why_open(decision))
+            why = why_passed_over(decision) if decision.faster is None else why_open(decision)
+            return dataclasses.replace(data, why=why)
         finished = data.progress.state.is_finished
-        why = why_it_stays(decision, finished=finished, others_are_measured=pool.others_are_measured)
+        known = pool.others_are_measured
+        why = why_it_stays(decision, finished=finished, others_are_measured=known, ended=budget.why_over)
         is_alone = finished and len(pool.tried) == 1
         return dataclasses.replace(data, why="the space has no other configuration" if is_alone else why)
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ejkernel.ops.autotuner.measure.measurement import Measurement
-from ejkernel.ops.autotuner.measure.paired import MARGIN
+from ejkernel.ops.autotuner.measure.memory import more_bytes
+from ejkernel.ops.autotuner.measure.paired import MARGIN, margin_of
 from ejkernel.ops.autotuner.measure.sampling import Case, named_cases
 from ejkernel.ops.autotuner.trials.challenge import Challenge, clock_of, is_by_another, labelled, to_decide
 from ejkernel.ops.autotuner.trials.programs import Outcome as Outcome
@@ -20,7 +21,7 @@ from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, SearchProgress
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.error_text import printable, printable_lines
-from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, ratio, text_table, wrapped
+from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, ratio, size, text_table, wrapped
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import to_data
 
@@ -45,7 +46,7 @@ class Findings(Shown):
     Attributes:
         outcomes: The outcome of each candidate; the heuristic comes first.
         seconds: Duration of the search.
-        why: Why the heuristic stays, or why the search is undecided.
+        why: Why the heuristic stays, why the search is undecided, or why a faster candidate was passed over.
         interrupted: Whether the search was stopped early, so that this is the best result so far.
         challenge: The best challenger compared with the heuristic; `None` without a challenger, or if the heuristic
             could not be measured.
@@ -164,8 +165,10 @@ class Findings(Shown):
             return ""
         if self.is_kept and self.progress.state == SearchState.PARTIAL:
             return "not confirmed yet"
-        if mine >= best * (1 - MARGIN):
-            return f"within {MARGIN:.0%} of the chosen one"
+        more = more_bytes(outcome.peak_bytes, self.winner.peak_bytes)
+        margin = margin_of(clock_of(self.outcomes), takes_more=True) if more else MARGIN
+        if mine >= best * (1 - margin):
+            return f"within {margin:.0%} of the chosen one{f', and takes {size(more)} more memory' if more else ''}"
         # The winner and its rival have more samples, of the confirmation run.
         others = [one for one in self.outcomes if one is not self.winner and not are_same(rival, one.config)]
         count, *counts = (len(one.measurement.samples) for one in (outcome, *others) if one.measurement is not None)
@@ -216,7 +219,9 @@ class Findings(Shown):
             return "the heuristic could not be measured"
         if not self.is_kept:
             found = f"{ratio(self.speedup)} the heuristic's speed"
-            return found if self.progress.state == SearchState.COMPLETE else f"{found}, {self.progress.in_words}{why}"
+            if self.progress.state == SearchState.COMPLETE:
+                return f"{found}{f' ({self.why})' if self.why else ''}"
+            return f"{found}, {self.progress.in_words}{why}"
         found = self.progress.in_brief(self.speedup, kept=True)
         kept = "heuristic kept" if self.stays is None else "no candidate replaces the heuristic"
         return f"{kept if found == 'kept' else found}{why}"

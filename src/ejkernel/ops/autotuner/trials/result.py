@@ -75,11 +75,13 @@ class AutotuningResult(Shown):
         device: Fingerprint of the device.
         entries: The saved configurations of the tuned calls, also those of earlier searches that stay in force.
         searches: The searches behind them; neither compared nor serialised.
+        place: The folder that holds the configurations; empty if only this process does, `None` if unknown.
     """
 
     device: str
     entries: tuple[Entry, ...]
     searches: tuple[AutotuneData, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    place: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "entries", tuple(self.entries))
@@ -96,7 +98,7 @@ class AutotuningResult(Shown):
         if not self.searches:  # from `loads`
             header, rows = header[:3], [row[:3] for row in rows]
         optional = ("call", "candidates", "arguments")
-        title = f"{counted(len(rows), 'configuration')} for {printable(self.device)}"
+        title = f"{counted(len(rows), 'configuration')} for {printable(self.device)}{self._saved}"
         return "\n".join(
             [
                 title,
@@ -104,6 +106,13 @@ class AutotuningResult(Shown):
                 *self.remarks(unfinished=True),  # they have no row
             ]
         )
+
+    @property
+    def _saved(self) -> str:
+        """Where the configurations of searches are, as the end of a sentence."""
+        if self.place is None or not self.entries:
+            return ""
+        return f", saved in {printable(self.place)}" if self.place else ", in this process only"
 
     def remarks(self, *, unfinished: bool = False) -> list[str]:
         """Return a line for each search without a new saved configuration.
@@ -147,7 +156,8 @@ class AutotuningResult(Shown):
         if other.device != self.device:
             raise ConfigError(f"results of different devices cannot be merged: {self.device!r} and {other.device!r}.")
         merged = {(e.op_id_v, e.call_key): e for e in (*self.entries, *other.entries)}
-        return AutotuningResult(self.device, tuple(merged.values()), (*self.searches, *other.searches))
+        searches, is_same = (*self.searches, *other.searches), self.place == other.place
+        return AutotuningResult(self.device, tuple(merged.values()), searches, self.place if is_same else None)
 
     def __len__(self) -> int:
         return len(self.entries)

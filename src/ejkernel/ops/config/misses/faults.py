@@ -7,7 +7,7 @@ from typing import Any
 
 from ejkernel import compat
 from ejkernel.ops.config.cache import config_token
-from ejkernel.ops.config.tiers import Consulted
+from ejkernel.ops.config.tiers.tier import Consulted
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, hook
 from ejkernel.ops.core.transformations.nodes import Choice

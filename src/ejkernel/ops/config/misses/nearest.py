@@ -47,7 +47,7 @@ def why_no_entry(store: PersistentCache, inv: Invocation[Cfg, Out], key: ConfigK
     if not here:
         elsewhere = dict.fromkeys(_elsewhere(other, key) for other, _ in known if other[:2] != key[:2])
         text = "other calls of the operation were tuned"
-        why = f"{text} {' and '.join(elsewhere)}" if elsewhere else store.fault
+        why = f"{text} {' and '.join(elsewhere)}" if elsewhere else store.why_nothing
         return f"no entry; {why}" if why else "no entry"
     nearest = min((differences(inv.description, call) for call in here), key=_distance)
     return f"no entry; closest tuned call: {_differences_text(nearest)}"

@@ -6,9 +6,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from ejkernel.ops.config._files import UnusableError, expanded, identity, is_url, location, warn_of
 from ejkernel.ops.config._writing import replace_judged
@@ -29,8 +29,6 @@ from ejkernel.ops.config.shared.layer import SharedLayer
 from ejkernel.ops.config.shared.packs import line_of, packed
 from ejkernel.ops.config.shared.stores import Store, shown
 from ejkernel.ops.errors import ConfigError
-
-_PLANS: Final = 5  # attempts for calls that other processes save at the same time
 
 
 class Place(Protocol):
@@ -235,35 +233,16 @@ def plan(sources: Iterable[Place], target: Place) -> Plan:
 def bring(sources: Sequence[Place], target: Place) -> Plan:
     """Copy the entries of some places to a target and return the decisions.
 
-    If another process writes an entry at the same time, the decision for its call is made again.
+    An entry of the target that another process changes during the copy stays, and so do those tuned together with it.
 
     Raises:
         OSError: The target cannot be written.
     """
     found = plan(sources, target)
-    left = target.put(found.entries, found.rivals)
-    for _ in range(_PLANS):
-        if not left:
-            return found
-        calls = {identity(entry.key) for entry in left}
-        again = plan(sources, target)
-        entries = [entry for entry in again.entries if identity(entry.key) in calls]
-        left = target.put(entries, again.rivals)
-        found = _joined(found, again, calls)
-    late = {identity(entry.key) for entry in left}
+    late = {identity(entry.key) for entry in target.put(found.entries, found.rivals)}
     verdict = Verdict(False, "another process is saving configurations of this call")
     steps = [step._replace(verdict=verdict) if identity(step.theirs.key) in late else step for step in found.steps]
     return dataclasses.replace(found, steps=tuple(steps))
-
-
-def _joined(first: Plan, second: Plan, calls: Collection[str]) -> Plan:
-    """Return the first plan with the second plan's steps for `calls` (identities of keys)."""
-
-    def of(steps: Sequence[Step], are_in: bool) -> list[Step]:
-        return [step for step in steps if (identity(step.theirs.key) in calls) is are_in]
-
-    entries = {identity(entry.key): entry for entry in (*first.entries, *second.entries)}
-    return Plan((*of(first.steps, False), *of(second.steps, True)), tuple(entries.values()), second.rivals)
 
 
 class _Planner:

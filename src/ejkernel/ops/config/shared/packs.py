@@ -30,7 +30,6 @@ _FULL: Final = 8 << 20  # bytes after which a new pack begins
 _LONGEST: Final = entries.LARGEST + (1 << 10)
 _DIGITS: Final = 32
 _WINDOW: Final = 4 << 10  # bytes per read
-_GUESSES: Final = 6  # steps of interpolation search, before bisection takes over
 _FIRST, _LAST = "", "~"  # used in place of a key's digest: they sort before and after all digests
 _NAME: Final = re.compile(rf"[0-9a-f]{{{_DIGITS}}}{re.escape(SUFFIX)}")
 
@@ -188,26 +187,27 @@ class Pack:
             OSError: The file cannot be read.
         """
         wanted = f'["{token}'.encode()
+        found = []
         with opened(self._name) as (descriptor, size):
-            return _lines_of(descriptor, self._before(descriptor, size, wanted), wanted)
+            for line in _lines(descriptor, self._before(descriptor, size, wanted), 4 * _WINDOW):
+                if line.startswith(wanted):
+                    found.append(line)
+                elif line > wanted:
+                    break
+        return found
 
     def _before(self, descriptor: int, size: int, wanted: bytes) -> int:
         """Return the offset of a line shortly before the first line that starts with `wanted`."""
         # Invariant: no line before `low` starts with `wanted`, and the first one that does begins before `high` or
         # is the first line after it.
-        low, high, total = self._begin, size, size - self._begin
-        share = _share(wanted)
-        at, share_there, share_low, steps = low, 0.0, 0.0, 0
-        while high - low > _WINDOW and not 0 <= (share - share_low) * total <= 2 * _WINDOW:
-            # Digests are uniformly distributed, so each guess comes much closer; in a damaged pack they may not be.
-            guess = int(at + (share - share_there) * total) - _WINDOW if steps < _GUESSES else (low + high) // 2
-            at, steps = min(max(guess, low), high - 1), steps + 1
-            start, head = _next_line(descriptor, at, len(wanted))
-            share_there = _share(head)
+        low, high = self._begin, size
+        while high - low > _WINDOW:
+            middle = (low + high) // 2
+            start, head = _next_line(descriptor, middle, len(wanted))
             if head and head < wanted:
-                low, share_low = start, share_there
+                low = start
             else:
-                high = at
+                high = middle
         return low
 
     def walk(self) -> Iterator[bytes]:
@@ -312,38 +312,12 @@ def _read(descriptor: int, offset: int, count: int) -> bytes:
 
 def _next_line(descriptor: int, offset: int, count: int) -> tuple[int, bytes]:
     """Return the offset of the first line that begins after `offset`, and its first bytes (empty at the end)."""
-    while chunk := _read(descriptor, offset, _WINDOW):
-        end = chunk.find(b"\n") + 1
+    while chunk := _read(descriptor, offset, _WINDOW + count):
+        end = chunk.find(b"\n", 0, _WINDOW) + 1
         if end:
-            head = chunk[end : end + count]
-            return offset + end, head if len(head) == count else _read(descriptor, offset + end, count)
-        offset += len(chunk)
+            return offset + end, chunk[end : end + count]
+        offset += _WINDOW
     return offset, b""
-
-
-def _share(head: bytes) -> float:
-    """Return the digest at the start of a line as a fraction from 0 to 1."""
-    try:
-        return int(head[2:15], 16) / 16**13
-    except ValueError:  # the last line, or a damaged line
-        return 1.0
-
-
-def _lines_of(descriptor: int, offset: int, wanted: bytes) -> list[bytes]:
-    """Return the lines that start with `wanted`; the first begins at `offset` or later."""
-    chunk = _read(descriptor, offset, 4 * _WINDOW)
-    begin = chunk.find(b"\n" + wanted) + 1
-    end = chunk.find(b"\n", begin) + 1
-    is_last = end + len(wanted) <= len(chunk) and not chunk.startswith(wanted, end)
-    if begin and end and is_last and not chunk.startswith(wanted):
-        return [chunk[begin:end]]  # the common case: no need to parse the lines before it
-    found = []
-    for line in _lines(descriptor, offset, 4 * _WINDOW):
-        if line.startswith(wanted):
-            found.append(line)
-        elif line > wanted:
-            break
-    return found
 
 
 def _lines(descriptor: int, offset: int, window: int = _WINDOW) -> Iterator[bytes]:

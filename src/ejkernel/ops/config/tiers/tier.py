@@ -64,13 +64,6 @@ ORDER: Final = (
 _BY_NAME: Final = {tier.name: tier for tier in (*ORDER, CHOOSER)}
 
 
-def tier_named(name: str) -> Tier:
-    """Return the tier with this name; an unknown name is a user-defined tier with permanent answers."""
-    if name.startswith(f"{AGREED.name} with "):
-        return AGREED
-    return _BY_NAME.get(name) or Tier(name)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resolution(Shown, Generic[Cfg]):
     """A configuration, the name of its tier, and the key of the call (`None` if it has no key)."""
@@ -81,8 +74,10 @@ class Resolution(Shown, Generic[Cfg]):
 
     @property
     def tier(self) -> Tier:
-        """The tier that answered."""
-        return tier_named(self.source)
+        """The tier that answered; an unknown name is a user-defined tier with permanent answers."""
+        if self.source.startswith(f"{AGREED.name} with "):
+            return AGREED
+        return _BY_NAME.get(self.source) or Tier(self.source)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

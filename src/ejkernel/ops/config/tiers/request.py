@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request for a configuration: a method for each tier that answers from what is given, remembered or saved."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ejkernel.ops.config.cache import ConfigCache
+from ejkernel.ops.config.entries import shipped_configs, sister_of
+from ejkernel.ops.config.estimates import EstimateFiles, chosen
+from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.config.staleness import Action, saved_in, standing
+from ejkernel.ops.config.tiers import tier as tiers
+from ejkernel.ops.config.tiers.tier import Consulted, Resolution, Tier
+from ejkernel.ops.core.context import current_scope
+from ejkernel.ops.core.declared_names import check_kind, decode_config, note_config_types
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel, check_config, hook
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import NO_HEURISTIC, CacheWarning, ConfigError, NoConfigError, SerializationError
+from ejkernel.ops.utils.formatting import counted
+from ejkernel.ops.utils.messages.warn import warn
+
+Answer = Resolution[Any] | Consulted | str  # an answer, with or without a note, or the reason for no answer
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A call that needs a configuration.
+
+    Attributes:
+        inv: The call.
+        kernel: Its kernel.
+        key: Its key; `None` if it has none.
+        no_key: Why it has no key; empty if it has one.
+        policy: Permitted actions.
+        cache: The memory tier.
+        persistent: The persistent tier: a `PersistentCache`, a user's cache, or `None`.
+        dry: Whether to answer without measuring, storing or warning.
+        looks: Whether to trace the call with saved configurations.
+    """
+
+    inv: Invocation[Any, Any]
+    kernel: Kernel[Any, Any]
+    key: ConfigKey | None
+    no_key: str
+    policy: AutotunePolicy
+    cache: ConfigCache
+    persistent: Any
+    dry: bool
+    looks: bool
+
+    def answer(self, config: object, tier: Tier) -> Resolution[Any]:
+        """Return a configuration as the answer of a tier."""
+        return Resolution(config, tier.name, self.key)
+
+    def _misfit(self, config: object, what: str) -> str:
+        """Return why the kernel rejects a configuration, and warn; empty if the kernel accepts it."""
+        try:
+            check_config(self.kernel, config, what)
+            check_kind(self.inv, self.kernel, config, what)
+        except ConfigError as error:  # e.g. its class was redefined, or an older version saved it
+            if not self.dry:
+                warn(f"ignoring a configuration: {error}", CacheWarning)
+            return f"it does not fit: {error}"
+        return ""
+
+    # --- the tiers ---
+
+    def override(self) -> Answer:
+        """Return the configuration that the caller passed as `cfg=`."""
+        if self.inv.override_cfg is None:
+            return "no cfg= was given"
+        return self.answer(self.inv.override_cfg, tiers.OVERRIDE)
+
+    def overlay(self) -> Answer:
+        """Return the configuration of the innermost overlay that has one."""
+        layers = current_scope().layers
+        if not layers:
+            return "none in force"
+        if self.key is None:
+            return self.no_key
+        for layer in reversed(layers):
+            config = layer.lookup(self.key)
+            if config is not None:
+                misfit = self._misfit(config, "the overlay's configuration")
+                return misfit or self.answer(config, tiers.OVERLAY)
+        return f"not among the entries of {counted(len(layers), 'overlay')}"
+
+    def memory(self) -> Answer:
+        """Return the configuration that this process remembers, unless it is provisional."""
+        if self.key is None:
+            return self.no_key
+        found = self.cache.remembered(self.key)
+        if found is None:
+            return "nothing remembered"
+        # Provisional answers are stored for reports; a later tier may have a measured configuration by now.
+        if found.tier.is_provisional:
+            return f"only an unmeasured answer, from {found.source}"
+        misfit = self._misfit(found.config, "the configuration in memory")
+        return misfit or found
+
+    def saved(self, tier: Tier, wanted: Action) -> Answer:
+        """Return the first saved configuration whose action under the stale policy is `wanted`."""
+        if self.persistent is None:
+            return "the chain has no persistent cache"
+        if self.key is None:
+            return self.no_key
+        note_config_types(self.inv, self.kernel)
+        notes = []
+        # Ask each layer: the policy may refuse an entry, and a later layer may have one from the current environment.
+        for config, entry in saved_in(self.persistent, self.key, self.kernel.config_type):
+            misfit = self._misfit(config, "its entry in the persistent cache")
+            if misfit:
+                return misfit
+            action, why = standing(self.policy.stale, entry, self.kernel, self.inv, look=self.dry)
+            if action == wanted:
+                return Consulted(tier.name, self.answer(config, tier), why)
+            notes.append(f"{why}: the policy says {action}")
+        return Consulted(tier.name, None, "; ".join(dict.fromkeys(notes)) or "no entry", is_rejected=bool(notes))
+
+    def shared(self) -> Answer:
+        """Update the copies of shared layers, then ask the persistent cache again."""
+        if self.key is None:
+            return self.no_key
+        self.persistent.refresh_if_due()
+        return self.saved(tiers.SHARED, "use")
+
+    def shipped(self, tier: Tier) -> Answer:
+        """Return the shipped configuration for this device or, as the tier `SISTER`, for another with the same chip."""
+        if self.key is None:
+            return self.no_key
+        if not getattr(self.persistent, "shipped", False):
+            return "the chain does not use shipped configurations"
+        note_config_types(self.inv, self.kernel)
+        device = sister_of(self.key.device) if tier is tiers.SISTER else self.key.device
+        key = None if device is None else self.key._replace(device=device)
+        found = None if key is None else shipped_configs().find(key, self.kernel.config_type)
+        if found is None:
+            return "no entry of a similar device" if tier is tiers.SISTER else "no entry"
+        misfit = self._misfit(found.config, "the shipped configuration")
+        # Measured elsewhere, with other versions. Only the kernel knows whether it runs with this JAX, device and
+        # program. A rejection is a silent miss, listed by `explain`.
+        if not misfit:
+            misfit = self.kernel.why_not(self.inv, found.config)
+        return misfit or Consulted(tier.name, self.answer(found.config, tier), found.note)
+
+    def published(self) -> Answer:
+        """Return the preferred configuration that others published, unless it does not run here."""
+        if not getattr(self.persistent, "shipped", False):
+            return "the chain does not use shipped configurations"
+        notes = []
+        for found in self.kernel.published(self.inv):
+            why = found.why_not or found.why_not_untuned
+            if not why:
+                return Consulted(tiers.PUBLISHED.name, self.answer(found.config, tiers.PUBLISHED), found.note)
+            notes.append(why)
+        return "; ".join(dict.fromkeys(notes)) or "none for this call"
+
+    def estimated(self) -> Answer:
+        """Return the fastest configuration by estimates, if it leads the heuristic by more than their error."""
+        folder = getattr(self.persistent, "path", None)
+        if self.key is None or folder is None:
+            return self.no_key or "the chain has no persistent cache"
+        found = EstimateFiles(folder).load(self.key)
+        if found is None:
+            return "no estimates"
+        best, note = chosen(found)
+        if best is None or best.is_heuristic:
+            return f"the heuristic is the fastest: {note}" if best is not None else note
+        note_config_types(self.inv, self.kernel)
+        try:
+            config = decode_config(best.config, best.config_type)
+        except (ConfigError, SerializationError) as error:  # of another version of the kernel
+            return f"the estimated configuration cannot be read: {error}"
+        misfit = self._misfit(config, "the estimated configuration") or self.kernel.why_not(self.inv, config)
+        return misfit or Consulted(tiers.ESTIMATED.name, self.answer(config, tiers.ESTIMATED), note)
+
+    def heuristic(self) -> Answer:
+        """Return the kernel's heuristic configuration."""
+        if not self.policy.heuristic:
+            return "the policy does not allow it (heuristic=False)"
+        try:
+            config = hook(self.kernel, "heuristic_cfg", self.inv.platform)(self.inv)
+        except NoConfigError:
+            return NO_HEURISTIC
+        return self.answer(config, tiers.HEURISTIC)
