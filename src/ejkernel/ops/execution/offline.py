@@ -40,6 +40,7 @@ from ejkernel.ops.utils.validation import check_argument, is_count
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.compile.bundles import BundledCall
 
+_Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 _MOST_UNDER_WAY = 256  # searches that an executor has at a time; each needs a waiting thread
 
 
@@ -446,15 +447,11 @@ def _autotune_function(
     kwargs: Mapping[str, Any],
     options: Mapping[str, object],
 ) -> AutotuningResult:
-    return tune_invocations(chain, _calls_in(function, args, kwargs, options))
+    return tune_invocations(chain, _calls_in(function, (args, kwargs), options))
 
 
 def _calls_in(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    options: Mapping[str, object],
-    platform: str | None = None,
+    function: Callable[..., Any], given: _Arguments, options: Mapping[str, object], platform: str | None = None
 ) -> list[Invocation[Any, Any]]:
     """Return the calls that a function makes; warn if there are none."""
     for name, value in options.items():
@@ -463,9 +460,9 @@ def _calls_in(
     wanted = "a kernel or a function, followed by its arguments: autotune(step, w, x)"
     check_argument(callable(function), "the first argument", wanted, function)
     try:
-        found = discover_for(function, args, kwargs, platform=platform)
+        found = discover_for(function, *given, platform=platform)
     except TypeError:
-        raise_if_misfit(where(function), function, args, kwargs, BUDGETS)
+        raise_if_misfit(where(function), function, *given, BUDGETS)
         raise
     if not found:
         warn(f"{where(function)} made no call of an operation; there is nothing to tune.", OfflineWarning)
@@ -488,7 +485,7 @@ def _prepared(
             several = (options["calls"], options["weights"])
             sets = [asked_calls(function, args, kwargs, several, None, is_measured=False)]
         else:
-            found = _calls_in(function, args, kwargs, options, aim.platform)
+            found = _calls_in(function, (args, kwargs), options, aim.platform)
             sets = [[SharedCall(inv=inv)] for inv in found]
         sets = [[dataclasses.replace(call, inv=call.inv.abstract()) for call in calls] for calls in sets]
     return preparation.run(sets, _chain(None).persistent, options["configs"])
