@@ -22,7 +22,6 @@ from typing import Any
 from benchmarks import attention_tpu
 
 SEED = 25
-SEVERAL = 1  # configurations of each kernel, besides our heuristic's
 _DEVICES = {"v5e": "tpu:tpu_v5_lite", "v5p": "tpu:tpu_v5", "v6e": "tpu:tpu_v6_lite"}
 _MASKS = ("causal", "causal", "full", "window 512", "window 1024", "window 2048")
 _BLOCKS = {
@@ -45,8 +44,8 @@ def drawn(index: int) -> dict[str, Any]:
     return case | {"repeats": choice([heads for heads in (1, 2, 4, 8) if heads * case["length"] <= 8192])}
 
 
-def configurations(index: int) -> list[dict[str, Any]]:
-    """Return the call with each configuration to simulate, our heuristic's first."""
+def configurations(index: int, others: int = 1) -> list[dict[str, Any]]:
+    """Return the call with each configuration to simulate, our heuristic's first, and `others` of our space."""
     import jax
 
     from ejkernel.kernels.flash_attention.common import Operands, describe
@@ -63,8 +62,8 @@ def configurations(index: int) -> list[dict[str, Any]]:
         backward=case["direction"] == "backward",
     )
     heuristic, space = choices.heuristic(call), list(choices.space(call))
-    others = [params for params in space if params != heuristic]
-    ours = [heuristic, *random.Random(index).sample(others, min(SEVERAL, len(others)))]
+    more = [params for params in space if params != heuristic]
+    ours = [heuristic, *random.Random(index).sample(more, min(others, len(more)))]
     found = [case | {"kernel": "pallas_tpu", "params": dataclasses.asdict(params)} for params in ours]
     for kernel, names in _BLOCKS.items():
         if kernel == "flash" and (case["mask"].startswith("window") or case["soft_cap"] or case["repeats"] > 1):
@@ -130,21 +129,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Simulate, and write the results after each call."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=20, help="how many calls to draw")
+    parser.add_argument("--again", type=int, nargs="*", default=(), help="calls of the file to simulate again")
+    parser.add_argument("--others", type=int, default=1, help="configurations of our space beside the heuristic")
+    parser.add_argument("--seconds", type=float, default=1200.0, help="the time limit of a program")
     parser.add_argument("--out", type=Path, help="a JSON file to which results are added; a table goes beside it")
     given = parser.parse_args(arguments)
     results = json.loads(given.out.read_text())["results"] if given.out and given.out.exists() else []
-    simulator = attention_tpu.Simulator()
+    simulator = attention_tpu.Simulator(seconds=given.seconds)
     try:
-        for index in range(len(results), given.calls):
+        for index in (*given.again, *range(len(results), given.calls)):
             found = []
-            for case in configurations(index):
+            for case in configurations(index, given.others):
                 groups = max(1, 4096 // case["length"] // case["repeats"])
                 answer = simulator(case, groups)
                 heads = groups * case["repeats"]
                 found.append(case | ({"cycles": answer["cycles"] / heads} if "cycles" in answer else answer))
             simulator.end()  # the compiler keeps gigabytes of finished programs
-            results.append(summary(found))
-            print(json.dumps(results[-1]), flush=True)
+            results[index : index + 1] = [summary(found)]
+            print(json.dumps(results[index]), flush=True)
             if given.out:
                 _write(given.out, results)
     finally:

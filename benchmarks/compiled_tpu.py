@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.compiled_tpu`: random calls of all operations, compiled for TPUs; needs `jax[tpu]`, no TPU.
 
-Each call is drawn by a seed: chip, operation, implementation, sizes, dtypes and options. If the implementation does not
-take the call, its reason is recorded. Otherwise Google's compiler compiles, forward and backward, the heuristic's
-configuration and one of the space. A configuration that the compiler refuses is a fault of ours: the space should not
-contain it, unless the implementation doubts that it fits in vector memory. Nothing runs on a TPU. A process compiles
-one call after the other. If it ends or takes more than 600 s for a call, this call counts as failed, and another
-process goes on.
+Each call is drawn by a seed: chip (of v5e, v5p and v6e, unless `--chips` names others), operation, implementation,
+sizes, dtypes and options. If the implementation does not take the call, its reason is recorded. Otherwise Google's
+compiler compiles, forward and backward, the heuristic's configuration and one of the space. A configuration that the
+compiler refuses is a fault of ours: the space should not contain it, unless the implementation doubts that it fits in
+vector memory. Nothing runs on a TPU. A process compiles one call after the other. If it ends or takes more than 600 s
+for a call, this call counts as failed, and another process goes on.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _IMPLEMENTATIONS = {
     "quantized_grouped_matmul": ("xla",),
     "linear_cross_entropy": ("xla",),
 }
+_TARGETS = {chip: f"tpu_{chip}" for chip in (*attention_tpu.TOPOLOGIES, "v4")} | {"tpu7x": "tpu7x"}
 _NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -325,7 +326,7 @@ def compiled(case: dict[str, Any]) -> dict[str, Any]:
     from ejkernel.ops.errors import EjkernelError
     from ejkernel.ops.execution.discovery import discover_for
 
-    target, (function, args) = Target.named(f"tpu_{case['chip']}"), program(case)
+    target, (function, args) = Target.named(_TARGETS[case["chip"]]), program(case)
     try:
         with target.entered():
             calls = discover_for(jax.jit(function), args, {}, platform="tpu")
@@ -399,6 +400,7 @@ DRAWS = Draws(
     facts=lambda results: {"counts": _counts(results)},
     title="Random calls, compiled for TPUs",
     table=_table,
+    chips=tuple(_TARGETS),
     seconds=600.0,
 )
 

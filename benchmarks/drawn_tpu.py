@@ -34,6 +34,7 @@ class Draws:
         facts: Returns further entries of the file.
         title: The heading of the Markdown file.
         table: Returns the results as Markdown.
+        chips: The chips that `--chips` takes, if the rest of a call does not depend on the chip.
         seconds: The time limit of a call.
     """
 
@@ -45,6 +46,7 @@ class Draws:
     facts: Callable[[list[Case]], Case] = _facts_of_none
     title: str
     table: Callable[[list[Case]], str]
+    chips: tuple[str, ...] = ()
     seconds: float
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
@@ -54,6 +56,8 @@ class Draws:
         parser.add_argument("--calls", type=int, default=20, help="how many calls to draw")
         parser.add_argument("--seed", type=int, default=25)
         parser.add_argument("--out", type=Path, help="a JSON file to which results are added")
+        if self.chips:
+            parser.add_argument("--chips", nargs="*", choices=self.chips, help="in place of the chips drawn")
         given = parser.parse_args(arguments)
         if given.compile:
             self._compile()
@@ -63,6 +67,8 @@ class Draws:
         try:
             for index in range(len(results), given.calls):
                 case = self.drawn(given.seed, index)
+                if self.chips and given.chips:
+                    case["chip"] = given.chips[index % len(given.chips)]
                 results.append(case | compiler(case))
                 print(json.dumps(results[-1]), flush=True)
                 if given.out:

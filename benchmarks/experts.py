@@ -97,7 +97,7 @@ def candidates(inv: Invocation[Any, Any]) -> list[Any]:
     decoding = call.rows < 128 * call.groups
     config = GroupedMatmulWgradConfig if inv.op_id == OPERATIONS[1] else GroupedMatmulConfig
     changes = _wgrad_changes() if config is GroupedMatmulWgradConfig else _product_changes(decoding)
-    found = [config(implementation="mosaic_gpu", fwd=params) for params in _running(own, call, changes)]
+    found = [config(implementation="mosaic_gpu", fwd=params) for params in running(own, call, changes)]
     if "jax_mgpu" in kernel.able(inv):
         others = kernel.implementations["jax_mgpu"].space(call) if decoding else [JaxMgpuParams()]
         found += [GroupedMatmulConfig(implementation="jax_mgpu", fwd=params) for params in others]
@@ -129,7 +129,8 @@ def _wgrad_changes() -> Iterator[dict[str, Any]]:
     yield {"block_k": 256, "block_n": 128, "stages": 4, "out_slots": 2}
 
 
-def _running(implementation: Any, call: Any, changes: Iterable[dict[str, Any]]) -> Iterator[Any]:
+def running(implementation: Any, call: Any, changes: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    """Yield the heuristic's parameters with each of the changes that the implementation runs."""
     first = implementation.heuristic(call)
     for change in changes:
         try:

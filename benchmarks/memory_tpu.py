@@ -34,21 +34,31 @@ _WINDOWS: dict[str, dict[str, int]] = {
 _MASKS = ("causal", "causal", "causal", "full", "full", "window 512", "window 1024", *_WINDOWS)
 _DIMS = (64, 72, 80, 96, 112, 128, 128, 128, 160, 192, 240, 256)
 _LENGTHS = (128, 300, 777, 1024, 1500, 2048, 2048, 3000, 4096, 4096, 4099, 8192, 16_384)
+KERNEL = 'custom_call_target="tpu_custom_call"'
 _LEAST = 160 << 20  # bytes of an array; a chip has 128 MiB of vector memory at most
 
 
 def drawn(seed: int, index: int) -> dict[str, Any]:
     """Return a call and its parameters."""
     dice = random.Random(f"{seed} {index}")
+    case = drawn_call(dice)
+    call, _ = described(case)
+    space = _candidates(call)
+    return case | {"params": dataclasses.asdict(space[0] if dice.random() < 0.35 else dice.choice(space))}
+
+
+def drawn_call(dice: random.Random) -> dict[str, Any]:
+    """Return a call without parameters."""
     case: dict[str, Any] = {"chip": dice.choice(tuple(_DEVICES)), "direction": dice.choice(("forward", "backward"))}
     case |= {"mask": dice.choice(_MASKS), "soft_cap": dice.choice((None, None, None, None, 30.0))}
     case |= {"segments": dice.random() < 0.2, "dtype": dice.choice(("bfloat16",) * 7 + ("float32",))}
     head_dim = dice.choice(_DIMS)
     value_dim = head_dim if dice.random() < 0.75 else dice.choice(_DIMS)
-    case |= {"length": dice.choice(_LENGTHS), "dims": [head_dim, value_dim], "repeats": dice.choice((1, 1, 2, 4, 8))}
-    call, _ = described(case)
-    space = _candidates(call)
-    return case | {"params": dataclasses.asdict(space[0] if dice.random() < 0.35 else dice.choice(space))}
+    return case | {
+        "length": dice.choice(_LENGTHS),
+        "dims": [head_dim, value_dim],
+        "repeats": dice.choice((1, 1, 2, 4, 8)),
+    }
 
 
 def _candidates(call: Any) -> list[Any]:
@@ -189,7 +199,12 @@ def _run(function: Any, args: Any, options: dict[str, Any], arrays: Any, ids: An
 
 def used_memory(text: str) -> int:
     """Return the bytes of vector memory of a compiled program's kernel."""
-    (part,) = text.split('custom_call_target="tpu_custom_call"')[1:]
+    (part,) = text.split(KERNEL)[1:]
+    return used_by_kernel(part)
+
+
+def used_by_kernel(part: str) -> int:
+    """Return the bytes of vector memory of a kernel, from the text of a program after its name."""
     scope = re.search(r'"scoped_memory_configs":\[.*?"offset":"(\d+)"', part)
     size = re.search(r'"used_scoped_memory_configs":\[.*?"size":"(\d+)"', part)
     assert scope is not None

@@ -5,9 +5,9 @@
     python -m benchmarks.shipped tune models BUNDLES CACHE  # on the H200: seconds a call
     python -m benchmarks.shipped ship CACHE                 # the results, into src/ejkernel/data/configs
 
-`models` is their attention, `experts` their grouped products, `cases` the cases of `benchmarks.attention`. The
-candidates of a call are variants of its heuristic, and configurations that were the best for some other shape; each is
-compiled once. All are measured, and the decision is the same as in `ejkernel tune`.
+`models` is their attention, `experts` their grouped products, `quantized` their products in 8 bits, `cases` the cases
+of `benchmarks.attention`. The candidates of a call are variants of its heuristic, and configurations that were the best
+for some other shape; each is compiled once. All are measured, and the decision is the same as in `ejkernel tune`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from benchmarks import attention, attention_cases, experts
+from benchmarks import attention, attention_cases, experts, quantized_uses
 from ejkernel.kernels.flash_attention.mosaic_gpu import backward_support, forward_support
 from ejkernel.kernels.flash_attention.mosaic_gpu.params import ForwardParams
 from ejkernel.kernels.flash_attention.operation import FlashAttentionConfig
@@ -41,6 +41,7 @@ from ejkernel.ops.execution.discovery import discover_for
 from ejkernel.ops.utils.storage.serialize import stable_json
 
 TARGET = "nvidia_h200"
+GROUPED = (*experts.OPERATIONS, *quantized_uses.OPERATIONS)  # whose calls have no scores to check
 SHIPPED = Path(__file__).resolve().parents[1] / "src" / "ejkernel" / "data" / "configs"
 
 
@@ -139,6 +140,8 @@ def works_of(what: str) -> Works:
     """Return the calls of all models' attention, of their experts, or of the cases of the attention benchmark."""
     if what == "experts":
         return {name: functools.partial(experts.calls_of, *use) for name, use in experts.USES.items()}
+    if what == "quantized":
+        return dict(quantized_uses.USES)
     if what == "cases":
         return {name: functools.partial(attention.calls_of, case) for name, case in attention_cases.CASES.items()}
     return {f"{name}, {use}": functools.partial(calls_of, model, use) for name, model, use in USES}
@@ -183,6 +186,8 @@ def candidates(inv: Invocation[Any, Any]) -> list[Any]:
     """Return candidates for a call: every implementation, with a few dozen parameters for ours."""
     if inv.op_id in experts.OPERATIONS:
         return experts.candidates(inv)
+    if inv.op_id in quantized_uses.OPERATIONS:
+        return quantized_uses.candidates(inv)
     call = inv.kernel.call_of(inv)  # type: ignore[union-attr]  # calls found in programs have one
     field, able = ("bwd" if call.backward else "fwd"), inv.kernel.able(inv)  # type: ignore[union-attr]
     found: list[Any] = [FlashAttentionConfig(implementation=name) for name in able if name in ("cudnn", "cudnn_packed")]
@@ -287,7 +292,7 @@ def tune_all(works: Works, only: Sequence[str], bundles: Path, cache: Path, limi
 
 def _tune(inv: Invocation[Any, Any], compiled: Any, store: PersistentCache, name: str, limits: Limits) -> None:
     # Gradients of grouped products are separate calls; compiling all of the reference's would take seconds.
-    check: bool | Literal["outputs"] = "outputs" if inv.op_id in experts.OPERATIONS else _scores(inv) <= limits.checked
+    check: bool | Literal["outputs"] = "outputs" if inv.op_id in GROUPED else _scores(inv) <= limits.checked
     policy = AutotunePolicy(isolate=True, budget_s=limits.budget, validate=check)
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(persistent=store, policy=policy)
     more = {"candidates": candidates(inv)} if compiled is None else {"compiled": compiled}
@@ -304,7 +309,7 @@ def _tune(inv: Invocation[Any, Any], compiled: Any, store: PersistentCache, name
 
 def _scores(inv: Invocation[Any, Any]) -> int:
     """Return how many scores a call of attention has; of another, none."""
-    if inv.op_id in experts.OPERATIONS:
+    if inv.op_id in GROUPED:
         return 0
     call = inv.kernel.call_of(inv)  # type: ignore[union-attr]  # as above
     scores: int = call.query[0] * call.query[2] * call.query[1] * call.key[1]
@@ -334,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, folders in (("compile", ("bundles",)), ("tune", ("bundles", "cache")), ("ship", ("cache",))):
         step = steps.add_parser(name)
         if name != "ship":
-            step.add_argument("what", choices=("models", "experts", "cases"))
+            step.add_argument("what", choices=("models", "experts", "quantized", "cases"))
             step.add_argument("--only", nargs="+", metavar="NAME", help="names of uses or cases (default: all)")
         for folder in folders:
             step.add_argument(folder, type=Path)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import re
 import sys
 import types
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.cli import bench as cli_bench
-from ejkernel.cli import main, peaks, rounds
+from ejkernel.cli import builds, main, peaks, rounds
 from ejkernel.ops import Invocation, PersistentCache, autotune, default_executor
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.execution.discovery import of_arrays
@@ -157,7 +158,7 @@ def test_untuned_runs_the_heuristic_and_tuned_the_saved_configuration(bench, mon
         ran[build.name] = float((build.compiled(x) / x).mean())
         build.samples.append(1.0)
 
-    monkeypatch.setattr("ejkernel.cli.bench.Build.step", step)
+    monkeypatch.setattr("ejkernel.cli.builds.Build.step", step)
     status, out, _ = bench("step", "--baseline", "benched_program:plain", "--per-step", "16", "--json")
     found = json.loads(out)
     assert status == 0
@@ -376,6 +377,31 @@ def test_each_time_of_a_row_has_its_own_unit(monkeypatch):
     build = types.SimpleNamespace(name="tuned", compiled=None, compile_seconds=1.0)
     cells = cli_bench._row(build, rounds.compared({"tuned": samples}, "tuned"))
     assert re.findall(r"[mu]s\b", " ".join(cells)) == ["ms", "us", "ms"]
+
+
+def made(name, mebibytes):
+    """Return a build whose steps map that much memory anew."""
+
+    def step():
+        memory = mmap.mmap(-1, (mebibytes << 20) + 1)
+        for page in range(0, len(memory), mmap.PAGESIZE):
+            memory[page] = 1
+
+    return builds.Build(name=name, compiled=step, arguments=((), {}), donated=[], compile_seconds=0.0, calls=[])
+
+
+def test_memory_that_steps_map_anew_is_reported_with_the_remedy(monkeypatch):
+    monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
+    heavy, light = made("tuned", 40), made("untuned", 0)
+    for number in range(5):
+        heavy.step(number)
+        light.step(number)
+    text = builds.of_mapping([light, heavy])
+    assert re.search(r"untuned little, tuned 4\d(\.\d)? MiB \([0-9.]+ m?s of system time\)", text)
+    assert "MALLOC_TRIM_THRESHOLD_" in text
+    assert builds.of_mapping([light]) == ""
+    monkeypatch.setattr("platform.libc_ver", lambda: ("", ""))
+    assert builds.of_mapping([light, heavy]) == ""
 
 
 def test_a_function_that_returns_a_step_is_no_step(folder):

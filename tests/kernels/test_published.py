@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import pytest
@@ -74,7 +75,7 @@ def test_blocks_that_may_exceed_the_memory_are_left_to_tuning():
     inv = attention(call)
     (found,) = inv.kernel.published(inv)
     assert found.why_not == ""
-    assert "it may take 23884594 bytes of vector memory, and a kernel may take 16777216" in found.why_not_untuned
+    assert re.search(r"it may take \d+ bytes of vector memory, and a kernel may take 16777216", found.why_not_untuned)
     assert found.config.fwd in [config.fwd for config in inv.kernel.config_space(inv)]
 
 

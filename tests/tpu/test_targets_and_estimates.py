@@ -7,6 +7,8 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,3 +115,13 @@ def test_a_call_with_many_examples_is_simulated_for_a_few():
     (found,) = estimate_calls(calls, Target.named("tpu_v6e"), candidates=lambda inv: [])
     assert found.rows[0].us > 0
     assert found.rows[0].simulated == "1, 2 and 3 of 16 along 'batch'"
+
+
+def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "tpu.md").read_text(encoding="utf-8")
+    example = page.split("## From Python")[1].split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    exec(example, found)
+    assert found["estimated"].statuses["estimated"] > 1
+    assert found["compiled"].statuses == {"ready": 8}

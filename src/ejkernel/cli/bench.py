@@ -7,34 +7,28 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import click
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ejkernel.cli import report
+from ejkernel.cli.builds import Build, Loaded, build, of_mapping, say
 from ejkernel.cli.explain import counts_in_words, is_measured, usual_chain
-from ejkernel.cli.programs import Program, load_program, located, look_here, user_code
+from ejkernel.cli.programs import located, look_here
 from ejkernel.cli.rounds import CLOSE, WARM_UP, Comparison, busy, compared, run_rounds, verdict
 from ejkernel.cli.show import opened
 from ejkernel.ops.autotuner.measure.memory import peak_bytes
 from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, TuningError
-from ejkernel.ops.execution.discovery import local_calls, numbers_of, of_arrays
-from ejkernel.ops.execution.executor import Executor, default_executor, set_default_executor
 from ejkernel.ops.execution.explain import Explanation, explain_call
-from ejkernel.ops.registry import recording
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.formatting import arguments, counted, durations, size
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
-from ejkernel.ops.utils.random_arrays import drawn_integers, random_array
 
 _CALLS: Final = 6  # shown with their numbers
 _ROUNDING: Final = 0.01  # of the norm: more than rounding alone explains
@@ -61,49 +55,6 @@ class BenchOptions:
     per_step: float | None = None
     unit: str = "items"
     as_json: bool = False
-
-
-@dataclasses.dataclass(kw_only=True)
-class Build:
-    """A compiled step with its arguments.
-
-    Attributes:
-        name: Name in the table.
-        compiled: The step.
-        arguments: Its positional and keyword arguments.
-        donated: Whether the step consumes an argument, for each leaf of `arguments`.
-        compile_seconds: Time to trace, lower and compile.
-        calls: The calls of operations.
-        times: How often a step makes each call, by key, where known.
-        samples: Seconds of each step, warm-up included.
-    """
-
-    name: str
-    compiled: Callable[..., Any]
-    arguments: tuple[Sequence[Any], dict[str, Any]]
-    donated: Sequence[bool]
-    compile_seconds: float
-    calls: Sequence[Invocation[Any, Any]]
-    times: Mapping[ConfigKey, int] = dataclasses.field(default_factory=dict)
-    samples: list[float] = dataclasses.field(default_factory=list)
-
-    def step(self, number: int) -> None:
-        """Run one step and record its time; see `run`."""
-        del number
-        self.run()
-
-    def run(self) -> Any:
-        """Run one step, record its time, without the time for copying donated arguments, and return its results."""
-        leaves, tree = jax.tree.flatten(self.arguments)
-        leaves = [
-            leaf.copy() if gone and isinstance(leaf, jax.Array) else leaf
-            for leaf, gone in zip(leaves, self.donated, strict=True)
-        ]
-        args, kwargs = jax.tree.unflatten(tree, jax.block_until_ready(leaves))
-        start = time.perf_counter()
-        found = jax.block_until_ready(self.compiled(*args, **kwargs))
-        self.samples.append(time.perf_counter() - start)
-        return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,46 +115,6 @@ def run_bench(options: BenchOptions) -> None:
     _print(options, result)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Loaded:
-    """A program with its arguments; abstract arrays were replaced by random ones.
-
-    Attributes:
-        target: The program as the user named it.
-        function: The step.
-        args, kwargs: Its arguments.
-        is_random: Whether some arrays were abstract.
-        drawn: The types of the abstract integer arrays; see `drawn_integers`.
-    """
-
-    target: str
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    is_random: bool = False
-    drawn: str = ""
-
-    @classmethod
-    def of(cls, program: Program) -> Loaded:
-        """Import a program and create its arrays."""
-        function, args, kwargs = load_program(program)
-        rng = np.random.default_rng(0)  # the same numbers for a baseline with the same arguments
-        drawn = [leaf for leaf in jax.tree.leaves((args, kwargs), is_leaf=_is_abstract) if _is_abstract(leaf)]
-        args, kwargs = jax.tree.map(lambda leaf: _array(leaf, rng), (args, kwargs), is_leaf=_is_abstract)
-        return cls(program.target, function, args, kwargs, bool(drawn), drawn_integers(drawn))
-
-
-def _is_abstract(leaf: object) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def _array(leaf: Any, rng: np.random.Generator) -> Any:
-    if not _is_abstract(leaf):
-        return leaf
-    made = random_array(leaf, rng)
-    return made if leaf.sharding is None else jax.device_put(made, leaf.sharding)
-
-
 def _compared(
     options: BenchOptions, program: Loaded, baseline: Loaded | None, usual: ConfigSelectorChain[Any, Any]
 ) -> _Result:
@@ -258,8 +169,8 @@ def _apart(builds: Sequence[Build]) -> tuple[dict[str, float | None], bool]:
     *others, last = builds
     expected = jax.tree.leaves(last.run())
     found = {build.name: _distance(jax.tree.leaves(build.run()), expected) for build in others}
-    for build in builds:
-        build.samples.clear()
+    for each in builds:
+        each.forget()
     return found, any(bool(jnp.isnan(x).any()) for x in expected if jnp.issubdtype(x.dtype, jnp.inexact))
 
 
@@ -290,68 +201,9 @@ def race(options: BenchOptions, builds: Sequence[Build]) -> Comparison:
     return compared({each.name: each.samples for each in builds}, builds[-1].name)
 
 
-def build(name: str, program: Loaded, chain: ConfigSelectorChain[Any, Any]) -> Build:
-    """Compile a program with the configurations of a chain, and run it once: it may need more memory than there is."""
-    say(f"compiling {name}")
-    with (
-        _executor(Executor(chain)),
-        user_code(f"compiling {program.target}"),
-        recording() as seen,  # JAX traces a function again that another build has traced
-        looking_only(),
-    ):
-        start = time.perf_counter()
-        traced, lowered, args, kwargs = _lowered(program)
-        calls = {inv.key: inv for inv in (*seen, *local_calls(lowered))}
-        compiled = lowered.compile()
-        seconds = time.perf_counter() - start
-    made = Build(
-        name=name,
-        compiled=compiled,
-        arguments=(args, kwargs),
-        donated=[leaf.donated for leaf in jax.tree.leaves(lowered.args_info)],
-        compile_seconds=seconds,
-        calls=list(calls.values()),
-        times=numbers_of(traced, list(calls.values())),
-    )
-    with user_code(f"running {program.target}"):
-        made.step(0)
-    made.samples.clear()
-    return made
-
-
-def _lowered(program: Loaded) -> tuple[Any, Any, Sequence[Any], dict[str, Any]]:
-    """Return the traced and the lowered program, and the arguments of the compiled one."""
-    args: Sequence[Any]
-    function, args, kwargs = program.function, program.args, program.kwargs
-    if hasattr(function, "trace"):
-        traced = function.trace(*args, **kwargs)
-        lowered = traced.lower()
-        if lowered.in_tree == jax.tree.structure((args, kwargs)):
-            return traced, lowered, args, kwargs
-    # The function is not under `jit`, or has static arguments, which a compiled program does not take.
-    function, args, kwargs = of_arrays(function, args, kwargs)
-    traced = function.trace(*args, **kwargs)
-    return traced, traced.lower(), args, kwargs
-
-
 def same_configurations(some: Sequence[Explanation], others: Sequence[Explanation]) -> bool:
     """Return whether two builds with the same calls are the same program."""
     return [repr(why.config) for why in some] == [repr(why.config) for why in others]
-
-
-@contextlib.contextmanager
-def _executor(executor: Executor[Any, Any]) -> Iterator[None]:
-    before = default_executor()
-    set_default_executor(executor)
-    try:
-        yield
-    finally:
-        set_default_executor(before)
-
-
-def say(text: str) -> None:
-    """Print progress."""
-    click.echo(text, err=True)
 
 
 def _print(options: BenchOptions, result: _Result) -> None:
@@ -412,6 +264,7 @@ def _sentences(options: BenchOptions, result: _Result) -> list[str]:
     said += [_agreement(name, best, apart, result.program.is_random) for name, apart in result.apart.items()]
     said += _of_inputs(result)
     said.append(_made(result.own))
+    said.append(of_mapping(result.builds))
     said.append(busy(best, found.middle[best]))
     is_wide = any(over["high"] > CLOSE * over["low"] for over in found.over.values())
     if is_wide and found.rounds < options.rounds:
@@ -493,6 +346,7 @@ def build_as_data(options: BenchOptions, build: Build, found: Comparison) -> dic
         "quartiles": list(found.middle[build.name]),
         "over_reference": found.over[build.name],
         "peak_bytes": peak_bytes(build.compiled),
+        "mapped_bytes": build.mapped[0],
         "compile_seconds": build.compile_seconds,
         "per_second": None if options.per_step is None else options.per_step / seconds,
         "samples": build.samples[WARM_UP:],

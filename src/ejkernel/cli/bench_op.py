@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.cli import report
-from ejkernel.cli.bench import BenchOptions, Build, Loaded, build, build_as_data, print_table, race, same_configurations
+from ejkernel.cli.bench import BenchOptions, build_as_data, print_table, race, same_configurations
+from ejkernel.cli.builds import Build, Loaded, build
 from ejkernel.cli.explain import usual_chain
 from ejkernel.cli.outcome import integers_in_words
 from ejkernel.cli.peaks import Peak, Peaks, main_dtype

@@ -3,26 +3,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
 
 import click
 
 from ejkernel.cli import report
-from ejkernel.cli.files import Found
 from ejkernel.cli.progress import bars
 from ejkernel.cli.sources import Source, find_on
 from ejkernel.cli.tune import TuneOptions, messages
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle
+from ejkernel.ops.autotuner.compile.prepared import bundle_as_text
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.compile.threads import default_width
-from ejkernel.ops.autotuner.tasks.task import Configurations, SharedCall, TuningTask
-from ejkernel.ops.config.spaces.space import ConfigSpace
-from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import TuningError
+from ejkernel.ops.execution.targeted import shared_candidates
 from ejkernel.ops.utils.formatting import counted
 
 
@@ -38,12 +33,12 @@ def run_compile(options: TuneOptions, device: str, output: Path) -> None:
     started = time.monotonic()
     processes = _processes(aim) if options.compile_processes is None else options.compile_processes
     # Calls that share a configuration need the same candidates, because each must measure all of them.
-    candidates = _shared_candidates(found, aim) if found.sets else None
+    candidates = shared_candidates(found.sets, aim) if found.sets else None
     with bars(console, [inv.op_id for inv in found.calls], "compiling", measures=False) as shown:
         bundled = compile_bundle(
             found.calls, aim, output, candidates=candidates, processes=processes, progress=shown.step
         )
-    click.echo(report.bundle(bundled))
+    click.echo(bundle_as_text(bundled))
     made = [candidate for call in bundled for candidate in call.candidates]
     compiled = sum(candidate.program is not None for candidate in made)
     # Measuring a bundle imports nothing by itself, so the printed command names the modules.
@@ -54,19 +49,6 @@ def run_compile(options: TuneOptions, device: str, output: Path) -> None:
         f"{compiled} of {counted(len(made), 'candidate')} compiled in {time.monotonic() - started:.1f} s, "
         f"written to {output}; measure them on the machine with the device: {measure}",
     )
-
-
-def _shared_candidates(found: Found, aim: Target) -> Callable[[Invocation[Any, Any]], Collection[Any]]:
-    """Return a function from a call to the candidates of its set, those that all calls of the set accept."""
-    by_call: dict[str, Collection[Any]] = {}
-    for calls in found.sets:
-        invs = [dataclasses.replace(call.inv.abstract(), device=aim.fingerprint) for call in calls]
-        shared = Configurations(TuningTask(inv=invs[0], others=tuple(SharedCall(inv=inv) for inv in invs[1:])))
-        own = shared.others
-        if not isinstance(own, ConfigSpace):  # a space is sampled identically for all of them
-            own = [config for config in (*shared.first, *own) if not shared.why_refused(config)]
-        by_call |= {inv.call_key: own for inv in invs}
-    return lambda inv: by_call[inv.call_key]
 
 
 def _processes(aim: Target) -> int:

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import collections
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import click
 
@@ -18,12 +17,9 @@ from ejkernel.ops.autotuner.trials.status import SearchProgress
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils import formatting
-from ejkernel.ops.utils.error_text import printable, printable_json
+from ejkernel.ops.utils.error_text import printable_json
 from ejkernel.ops.utils.formatting import arguments, compact, counted, terminal_width, text_table
 from ejkernel.ops.utils.storage.serialize import to_data
-
-if TYPE_CHECKING:
-    from ejkernel.ops.autotuner.compile.bundles import BundledCall
 
 
 def width() -> int | None:
@@ -135,18 +131,6 @@ def searches(result: AutotuningResult, *, verbose: bool = False, times: Times = 
     notes = [_CPU_TIMES] if any(CPU in time for row in rows for time in row[-5:-3]) else []
     text = "\n".join([table(header, rows, "candidates", "arguments"), *map(wrapped, [*notes, *result.remarks()])])
     return "\n\n".join([text, *map(candidates, result.searches)]) if verbose else text
-
-
-def bundle(calls: Sequence[BundledCall]) -> str:
-    """Return a table of candidate statuses of a bundle, with the reasons of failures."""
-    rows, lines = [], []
-    for call in calls:
-        operation = printable(call.description["op"])
-        statuses = collections.Counter(candidate.outcome.status for candidate in call.candidates)
-        rows.append((operation, ", ".join(f"{count} {status}" for status, count in statuses.most_common())))
-        reasons = collections.Counter(c.outcome.reason for c in call.candidates if c.outcome.reason)
-        lines += [f"{operation}: {count} x {reason}" for reason, count in reasons.most_common()]
-    return "\n".join([table(("operation", "candidates"), rows), *lines])
 
 
 def candidates(tuned: AutotuneData) -> str:

@@ -8,6 +8,7 @@ memory; what untuned calls run has to fit by the upper bound. The compiler decid
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ejkernel.ops.implementation import OperationCall
@@ -35,6 +36,27 @@ class Need(NamedTuple):
         if self.most <= limit:
             return None
         return f"it may take {self.most} bytes of vector memory, and a kernel may take {limit} on this chip."
+
+
+class Parts(NamedTuple):
+    """The vector memory of a kernel by its causes.
+
+    Attributes:
+        least: Bytes that it surely takes.
+        known: Bytes that are no intermediate values.
+        kind: The kind of kernel, a key of the weights.
+        sizes: Numbers of intermediate 32-bit values; the compiler keeps some of them in vector memory.
+    """
+
+    least: int
+    known: int
+    kind: str
+    sizes: Mapping[str, int]
+
+    def need(self, weights: Mapping[str, Mapping[str, float]]) -> Need:
+        """Return the lower bound and the upper estimate, a weighted sum of the sizes."""
+        kept = sum(self.sizes[name] * weight for name, weight in weights[self.kind].items())
+        return Need(self.least, max(self.least, self.known + int(4 * kept)))
 
 
 def limit_of(call: OperationCall) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from ejkernel.kernels.flash_attention._splash_memory import vector_memory
 from ejkernel.kernels.flash_attention.common import AttentionCall, Rules
-from ejkernel.kernels.flash_attention.splash import Splash, SplashParams, vector_memory
+from ejkernel.kernels.flash_attention.splash import Splash, SplashParams, blocks_of
 
 V5E, V5P, V6E = "tpu:tpu_v5_lite", "tpu:tpu_v5", "tpu:tpu_v6_lite"
 
@@ -44,7 +45,7 @@ def call_of(chip, dims, *, causal, dtype="bfloat16", backward=False):
 def test_a_forward_kernel_takes_no_more_than_the_estimate(chip, dims, causal, blocks, taken):
     call = call_of(chip, dims, causal=causal)
     params = SplashParams(**dict(zip(("block_q", "block_kv", "block_kv_compute"), blocks, strict=True)))
-    need = vector_memory(call, params)
+    need = vector_memory(call, blocks_of(params))
     assert need.least <= taken <= need.most <= 1.5 * taken
 
 

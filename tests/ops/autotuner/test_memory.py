@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from tests.ops.sample_kernels import told_apart
 from ejkernel.ops import Kernel
 from ejkernel.ops.autotuner.bench import checking, timing
 from ejkernel.ops.autotuner.measure import memory
+from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.memory import (
     check_room,
     device_bytes,
@@ -27,6 +29,7 @@ from ejkernel.ops.autotuner.measure.memory import (
     preferred,
 )
 from ejkernel.ops.autotuner.store import log
+from ejkernel.ops.autotuner.trials.challenge import costly_bytes
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
@@ -232,3 +235,13 @@ def test_a_search_says_that_a_lead_is_too_small_for_its_memory(monkeypatch):
         assert search.why_not_chosen(search.outcomes[2]) == (
             "1.04x ± 0.0 %: too little for 4.0 MiB more memory, so the heuristic is kept"
         )
+
+
+@pytest.mark.parametrize(("method", "bytes_"), [("wall", 4 << 20), ("processor", 4 << 20), ("cupti", 0), ("", 0)])
+def test_more_memory_costs_time_only_on_cpus(method, bytes_):
+    heavy, light = (
+        types.SimpleNamespace(measurement=Measurement(samples=(1.0,), method=method) if method else None, peak_bytes=n)
+        for n in (6 << 20, 2 << 20)
+    )
+    assert costly_bytes(heavy, light) == bytes_
+    assert costly_bytes(light, heavy) == 0

@@ -177,7 +177,7 @@ def test_a_function_without_calls_has_no_explanations():
 
 
 def test_only_functions_can_be_explained():
-    with pytest.raises(ArgumentError, match=r"target must be a kernel or a function, followed by .* got 3"):
+    with pytest.raises(ArgumentError, match=r"the first argument must be a kernel or a function, followed by .* got 3"):
         default_executor().explain(3)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -18,17 +17,17 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.kernels._varying import unify_varying
-from ejkernel.kernels._vector_memory import LANES, Need, larger, limit_of, up
+from ejkernel.kernels._vector_memory import LANES, limit_of
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.messages.names import NamedFields
 
+from ._splash_memory import clipped_blocks, vector_memory
 from ._tpu import check_blocks, unsupported_reason
 from .common import EMPTY_ROW_LSE, AttentionCall, AttentionImplementation, Operands, Rules, scale_reason
 
 _SIZES = (128, 256, 512, 1024, 2048)
 _STEPS = (128, 256, 512, 1024)
-_SLACK = 256 << 10  # bytes of the compiler's own arrays
 # Ids of hidden positions: no query has the id of a hidden key, and no key that of a hidden query.
 _HIDDEN_KEY = -(2**31)
 _HIDDEN_QUERY = _HIDDEN_KEY + 1
@@ -130,27 +129,29 @@ class Splash(AttentionImplementation):
 
     def params_fault(self, call: AttentionCall, params: SplashParams | SplashBwdParams) -> str | None:
         """Return why these blocks exceed the memory of a TPU; `None` if they may fit."""
-        return vector_memory(call, params).fault(limit_of(call))
+        return vector_memory(call, blocks_of(params)).fault(limit_of(call))
 
     def doubt(self, call: AttentionCall, params: SplashParams | SplashBwdParams) -> str | None:
         """See `Implementation`."""
-        return vector_memory(call, params).doubt(limit_of(call))
+        return vector_memory(call, blocks_of(params)).doubt(limit_of(call))
 
     def preference(self, call: AttentionCall) -> int:
         """Rank behind `xla`: no TPU has measured these kernels for us."""
         return -1
 
-    def space(self, call: AttentionCall) -> list[SplashParams] | list[SplashBwdParams]:
+    def space(self, call: AttentionCall) -> list[Any]:
         """Return the blocks that may fit in memory and are at most as long as the sequences."""
+        return [params for params in self.every(call) if self.params_fault(call, params) is None]
+
+    def every(self, call: AttentionCall) -> list[Any]:
+        """Return the blocks that are at most as long as the sequences, also those that exceed the memory."""
         blocks = _candidate_blocks(call)
         if not call.backward:
-            found = [SplashParams(block_q=q, block_kv=k, block_kv_compute=c) for q, k, c in blocks]
-            return [params for params in found if self.params_fault(call, params) is None]
-        both = [
+            return [SplashParams(block_q=q, block_kv=k, block_kv_compute=c) for q, k, c in blocks]
+        return [
             SplashBwdParams(block_q=q, block_kv=k, block_kv_compute=c, block_q_dq=own and q, block_kv_dq=own and k)
             for (q, k, c), own in itertools.product(blocks, (1, None))
         ]
-        return [params for params in both if self.params_fault(call, params) is None]
 
     def attend(self, operands: Operands, rules: Rules, params: SplashParams) -> tuple[jax.Array, jax.Array]:
         """Return the output and the log-sum-exp, without sinks."""
@@ -189,6 +190,16 @@ class Splash(AttentionImplementation):
             dquery, _, _ = pull("query", (params.block_q_dq, params.block_kv_dq, LANES))
         dquery = (dquery.astype(jnp.float32) * rules.scale).astype(operands.query.dtype)
         return dquery, dkey.astype(operands.key.dtype), dvalue.astype(operands.value.dtype), None
+
+
+def blocks_of(params: SplashParams | SplashBwdParams) -> dict[str, tuple[int, int, int]]:
+    """Return the blocks of each kernel by the name of its kind: see `vector_memory`."""
+    blocks = (params.block_q, params.block_kv, params.block_kv_compute)
+    if isinstance(params, SplashParams):
+        return {"forward": blocks}
+    if params.block_q_dq is None or params.block_kv_dq is None:
+        return {"fused": blocks}
+    return {"keys": blocks, "query": (params.block_q_dq, params.block_kv_dq, params.block_kv_dq)}
 
 
 def _pull(operands: Operands, rows: tuple[Any, ...], rules: Rules, of: str, blocks: tuple[int, int, int]) -> Any:
@@ -237,101 +248,6 @@ class _Sizes(NamedTuple):
             _heads_first(key, self.padded_keys),
             _heads_first(value, self.padded_keys),
         )
-
-
-def clipped_blocks(queries: int, keys: int, blocks: tuple[int, int, int]) -> compat.SplashBlocks:
-    """Return blocks that are no longer than the sequences, rounded up to 128; the steps divide the blocks of keys."""
-    block_q, block_kv = (min(size, -(-of // LANES) * LANES) for size, of in zip(blocks, (queries, keys), strict=False))
-    return compat.SplashBlocks(block_q, block_kv, math.gcd(block_kv, blocks[2]))
-
-
-def vector_memory(call: AttentionCall, params: SplashParams | SplashBwdParams) -> Need:
-    """Return the bytes of vector memory that a kernel of `params` takes.
-
-    They are two of each window, the sums, and the intermediate values. A kernel takes less if XLA keeps its arrays,
-    because they are short, in vector memory anyway.
-    """
-    least, most = _memory(call, params)
-    # The compiler keeps more in vector memory on v5p, up to 1.11 times the estimate, and for head dimensions such as 80
-    # or 192, whose last registers are partly used, up to 1.15 times.
-    if call.device_fingerprint == "tpu:tpu_v5":
-        most = most * 9 // 8
-    partial = any(dim % LANES and dim != LANES // 2 for dim in (call.query[3], call.value[3]))
-    return Need(least, (most * 5 // 4 if partial else most) + _SLACK)
-
-
-def _memory(call: AttentionCall, params: SplashParams | SplashBwdParams) -> Need:
-    blocks = (params.block_q, params.block_kv, params.block_kv_compute)
-    if isinstance(params, SplashParams):
-        return _forward_memory(call, blocks)
-    found = _keys_memory(call, blocks, fused=params.fused)
-    if params.block_q_dq is None or params.block_kv_dq is None:
-        return found
-    return larger(found, _query_memory(call, (params.block_q_dq, params.block_kv_dq, params.block_kv_dq)))
-
-
-def _forward_memory(call: AttentionCall, blocks: tuple[int, int, int]) -> Need:
-    block = clipped_blocks(call.query[1], call.key[1], blocks)
-    arrays, value = _window(call, block)
-    lse, sums = 8 * block.queries * LANES, 4 * block.queries * (2 * LANES + value)
-    scores = 4 * block.queries * block.compute
-    if call.dtype != "bfloat16":
-        intermediates = 4 * scores + 4 * block.compute * value
-    else:
-        share = 0.7 if block.queries <= 256 else 1.4 if block.queries <= 512 else 1.85
-        steps = block.keys // block.compute
-        # the scores of several large steps are alive together
-        is_large = steps >= 4 and min(block.queries, 2 * block.compute) >= 1024
-        share += (0.8 if is_large else 0.3) * (steps - 1)
-        share += 0.5 * (_has_ids(call) or call.rules.soft_cap is not None)
-        intermediates = int(min(share, 8 if is_large else 6) * scores)
-        if value > LANES:  # partial sums of the output, on chips whose products have 128 columns
-            intermediates += int((2 + 0.2 * steps) * 4 * block.queries * value)
-    least = arrays + _ids_memory(call, block.queries, masked=True) + lse + sums
-    return Need(least, least + intermediates)
-
-
-def _keys_memory(call: AttentionCall, blocks: tuple[int, int, int], *, fused: bool) -> Need:
-    block = clipped_blocks(call.query[1], call.key[1], blocks)
-    arrays, value = _window(call, block)
-    size, head = jnp.dtype(call.dtype).itemsize, up(call.query[3])
-    out = (2 * size + 4) * block.keys * (head + value) + (2 * size * block.queries * head if fused else 0)
-    share = (1.75 if fused else 1.5) + 0.75 * (block.keys // block.compute - 1) if _is_plain(call) else 4.0
-    intermediates = int(min(share, 4) * 4 * block.queries * block.compute)
-    if max(head, value) > LANES:  # results of products, on chips whose products have 128 columns
-        intermediates += 5 * block.compute * (head + value)
-    least = arrays + _ids_memory(call, block.keys, masked=False) + out
-    return Need(least, least + 192 * block.queries + intermediates)
-
-
-def _query_memory(call: AttentionCall, blocks: tuple[int, int, int]) -> Need:
-    block = clipped_blocks(call.query[1], call.key[1], blocks)
-    arrays, _ = _window(call, block)
-    out = (2 * jnp.dtype(call.dtype).itemsize + 4) * block.queries * up(call.query[3])
-    scores = 4 * block.queries * block.keys
-    least = arrays + _ids_memory(call, block.queries, masked=True) + out
-    return Need(least, least + (scores * 5 // 4 if _is_plain(call) else 2 * scores))
-
-
-def _is_plain(call: AttentionCall) -> bool:
-    """Return whether the compiler's intermediate values were measured: without ids and cap, in bfloat16."""
-    return call.dtype == "bfloat16" and not _has_ids(call) and call.rules.soft_cap is None
-
-
-def _has_ids(call: AttentionCall) -> bool:
-    return call.segments or call.query_lengths or call.key_lengths or call.rules.right != 0  # padding has ids, too
-
-
-def _ids_memory(call: AttentionCall, rows: int, *, masked: bool) -> int:
-    """Return the bytes of the windows of ids, and of positions if a mask is computed from them; a row has 128 lanes."""
-    has_mask = masked and (call.rules.left is not None or call.rules.right is not None)
-    return (2 * 4 * LANES * (_has_ids(call) + has_mask) + 64 * _has_ids(call)) * rows
-
-
-def _window(call: AttentionCall, block: compat.SplashBlocks) -> tuple[int, int]:
-    """Return the bytes of the windows of query, key, value and output, and the value's lanes."""
-    head, value = up(call.query[3]), up(call.value[3])
-    return 2 * jnp.dtype(call.dtype).itemsize * (block.queries + block.keys) * (head + value), value
 
 
 def _candidate_blocks(call: AttentionCall) -> list[tuple[int, int, int]]:

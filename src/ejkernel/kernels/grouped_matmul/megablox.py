@@ -103,8 +103,10 @@ class _Megablox(Implementation[GroupedMatmulCall]):
         m, (k, n) = params.block_m, (up(size) for size in _blocks(call, params))
         operands, out = (jnp.dtype(dtype).itemsize for dtype in (call.dtype, call.out_dtype))
         intermediates = max(15 * m * n * min(k, _WHOLE) // (4 * _WHOLE), 5 * m * k // 2)
-        least = 2 * (operands * k * (m + n) + out * m * n) + 4 * m * n
-        return Need(least, least + intermediates + _SLACK)
+        windows, accumulator = 2 * (operands * k * (m + n) + out * m * n), 4 * m * n
+        # with a single tile of k, the compiler may keep the accumulator in registers
+        least = windows if params.block_k >= call.inner else windows + accumulator
+        return Need(least, windows + accumulator + intermediates + _SLACK)
 
     def heuristic(self, call: GroupedMatmulCall) -> MegabloxParams:
         """Return the largest tiles that surely fit, if possible with at most the usual number of rows per group."""

@@ -60,7 +60,7 @@ def discover_counted(
     """
     if not callable(fn):
         raise ArgumentError(
-            f"target must be a kernel or a function, followed by its arguments, e.g. (step, w, x); got "
+            f"the first argument must be a kernel or a function, followed by its arguments, e.g. (step, w, x); got "
             f"{value_text(fn)}."
         )
     jitted, values, named = (fn, args, kwargs) if hasattr(fn, "trace") else of_arrays(fn, args, kwargs)

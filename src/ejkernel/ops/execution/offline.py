@@ -6,9 +6,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from os import PathLike
 from typing import TYPE_CHECKING, Any, overload
 
 from ejkernel import compat
+from ejkernel.ops.autotuner.compile.prepared import PreparedCalls
+from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.store.saving import saved_before
 from ejkernel.ops.autotuner.tasks.asked import Inputs, asked_calls
 from ejkernel.ops.autotuner.tasks.task import SharedCall
@@ -23,8 +26,9 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, kernel_of, unbound
 from ejkernel.ops.core.types import Cfg, ConfigKey
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
-from ejkernel.ops.execution.discovery import ProgramCalls, calls_in_text, discover, local_calls
+from ejkernel.ops.execution.discovery import ProgramCalls, calls_in_text, discover_for, local_calls
 from ejkernel.ops.execution.executor import Executor, default_executor
+from ejkernel.ops.execution.targeted import Preparation
 from ejkernel.ops.registry import Recorded, get_invocations
 from ejkernel.ops.utils.error_text import where
 from ejkernel.ops.utils.fingerprint import device_fingerprint
@@ -36,6 +40,7 @@ from ejkernel.ops.utils.validation import check_argument, is_count
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.compile.bundles import BundledCall
 
+_Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 _MOST_UNDER_WAY = 256  # searches that an executor has at a time; each needs a waiting thread
 
 
@@ -255,7 +260,19 @@ def _with_programs(call: SharedCall, compiled: Mapping[ConfigKey, BundledCall]) 
 
 @overload
 def autotune(
-    target: Kernel[Cfg, Any],
+    function: Kernel[Cfg, Any] | Callable[..., Any],
+    /,
+    *args: Any,
+    target: str | Target,
+    estimate: bool = False,
+    output: str | PathLike[str] | None = None,
+    configs: Collection[Cfg] | None = None,
+    calls: Sequence[Any] | None = None,
+    **kwargs: Any,
+) -> PreparedCalls: ...
+@overload
+def autotune(
+    function: Kernel[Cfg, Any],
     /,
     *args: Any,
     configs: Collection[Cfg] | None = None,
@@ -268,7 +285,7 @@ def autotune(
 ) -> Cfg: ...
 @overload
 def autotune(
-    target: Callable[..., Any],
+    function: Callable[..., Any],
     /,
     *args: Any,
     configs: None = None,
@@ -281,7 +298,7 @@ def autotune(
 ) -> AutotuningResult: ...
 @frames_hidden
 def autotune(
-    target: Any,
+    function: Any,
     /,
     *args: Any,
     configs: Collection[object] | None = None,
@@ -298,9 +315,14 @@ def autotune(
     search measures it too and is not undecided.
 
     Args:
-        target: A `Kernel`, to tune its call with these arguments; or any other callable, to tune all kernel calls in
+        function: A `Kernel`, to tune its call with these arguments; or any other callable, to tune all kernel calls in
             it, forward and backward.
         *args: Arguments of the call; for a function they may be abstract.
+        target: The name of another device, e.g. `"tpu_v6e"`; nothing is measured. Another value is the function's.
+        estimate: With `target`, a TPU: estimate the candidates by the simulator of its compiler, as
+            `ejkernel tune --estimate` does, and store the estimates in the cache folder.
+        output: With `target`: compile the candidates, as `ejkernel tune --compile-only` does, and write them to this
+            folder, which must be new or empty. `ejkernel tune --from` measures them on a machine with the device.
         configs: Candidates for a kernel, a list or a `ConfigSpace`; by default its `config_space`. A warning names
             those of a list that fail, and why.
         inputs: Inputs for measuring and checking a kernel. By default, arrays with the given shapes and dtypes: from
@@ -318,15 +340,19 @@ def autotune(
     Returns:
         For a kernel, its best configuration, or the saved one if the search does not replace it; `autotune_kernel`
         returns the whole result. For a function, an `AutotuningResult`, which can be printed and used in `with`. The
-        default executor saves the configurations in memory and in its persistent cache.
+        default executor saves the configurations in memory and in its persistent cache. With `target`, a
+        `PreparedCalls`, which can be printed; no configuration changes.
     """
-    target, args = unbound(target, args)
-    if not isinstance(target, Kernel):
+    function, args = unbound(function, args)
+    options = {"configs": configs, "inputs": inputs, "calls": calls, "weights": weights}
+    if isinstance(kwargs.get("target"), str | Target):
+        own = {name: kwargs.pop(name) for name in ("target", "estimate", "output") if name in kwargs}
+        return _prepared(Preparation.asked(**own), function, args, kwargs, options)
+    if not isinstance(function, Kernel):
         _check_counts(num_warmup, num_iters)
-        options = {"configs": configs, "inputs": inputs, "calls": calls, "weights": weights}
-        return _autotune_function(_chain(None), target, args, kwargs, options)
+        return _autotune_function(_chain(None), function, args, kwargs, options)
     found = autotune_kernel(
-        target,
+        function,
         *args,
         configs=configs,
         inputs=inputs,
@@ -421,19 +447,48 @@ def _autotune_function(
     kwargs: Mapping[str, Any],
     options: Mapping[str, object],
 ) -> AutotuningResult:
+    return tune_invocations(chain, _calls_in(function, (args, kwargs), options))
+
+
+def _calls_in(
+    function: Callable[..., Any], given: _Arguments, options: Mapping[str, object], platform: str | None = None
+) -> list[Invocation[Any, Any]]:
+    """Return the calls that a function makes; warn if there are none."""
     for name, value in options.items():
         if value is not None:
-            raise ArgumentError(f"{name}= needs a Kernel as target; {_FOR_KERNELS[name]}.")
+            raise ArgumentError(f"{name}= needs a Kernel; {_FOR_KERNELS[name]}.")
     wanted = "a kernel or a function, followed by its arguments: autotune(step, w, x)"
-    check_argument(callable(function), "target", wanted, function)
+    check_argument(callable(function), "the first argument", wanted, function)
     try:
-        found = discover(function, *args, **kwargs)
+        found = discover_for(function, *given, platform=platform)
     except TypeError:
-        raise_if_misfit(where(function), function, args, kwargs, BUDGETS)
+        raise_if_misfit(where(function), function, *given, BUDGETS)
         raise
     if not found:
         warn(f"{where(function)} made no call of an operation; there is nothing to tune.", OfflineWarning)
-    return tune_invocations(chain, found)
+    return found
+
+
+def _prepared(
+    preparation: Preparation,
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> PreparedCalls:
+    """Estimate or compile the candidates of a kernel's calls, or of all calls in a function."""
+    aim = preparation.aim
+    with aim.entered():
+        if isinstance(function, Kernel):
+            if options["inputs"] is not None:
+                raise ArgumentError("inputs= has no use with target=, since nothing is measured.")
+            several = (options["calls"], options["weights"])
+            sets = [asked_calls(function, args, kwargs, several, None, is_measured=False)]
+        else:
+            found = _calls_in(function, (args, kwargs), options, aim.platform)
+            sets = [[SharedCall(inv=inv)] for inv in found]
+        sets = [[dataclasses.replace(call, inv=call.inv.abstract()) for call in calls] for calls in sets]
+    return preparation.run(sets, _chain(None).persistent, options["configs"])
 
 
 def _chain(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any] | None) -> ConfigSelectorChain[Any, Any]:

@@ -50,7 +50,7 @@ def check_simulated(target: Target) -> None:
     names = [name for name in target_names() if _why_not(Target.named(name)) == ""]
     why = _why_not(target)
     if why:
-        raise ConfigError(f"--estimate needs one of the targets {', '.join(names)}; got {target.name!r}: {why}.")
+        raise ConfigError(f"estimates need one of the targets {', '.join(names)}; got {target.name!r}: {why}.")
 
 
 def _why_not(target: Target) -> str:

@@ -33,13 +33,15 @@ def asked_calls(
     kwargs: Mapping[str, Any],
     several: tuple[Sequence[Any] | None, Sequence[float] | None],
     inputs: Inputs,
+    *,
+    is_measured: bool = True,
 ) -> list[SharedCall]:
-    """Return the calls that `autotune` tunes together; at least one."""
+    """Return the calls that `autotune` tunes together; at least one. Warn of generated inputs if it measures them."""
     calls, weights = several
     if calls is None:
         if weights is not None:
             raise ArgumentError(f"weights need calls, which are not given; got {weights!r}.")
-        return [_asked_call(kernel, args, kwargs, inputs)]
+        return [_asked_call(kernel, args, kwargs, inputs, is_measured)]
     if args:
         raise ArgumentError(f"calls replace the arguments of a single call; got both calls and {len(args)} arguments.")
     if not isinstance(calls, list | tuple) or not calls:
@@ -53,7 +55,7 @@ def asked_calls(
             raise ArgumentError(
                 f"calls[{number}] must be a tuple of arguments, or (args, kwargs), got {value_text(call)}."
             )
-        one = _asked_call(kernel, tuple(whole[0]), {**kwargs, **whole[1]}, inputs)
+        one = _asked_call(kernel, tuple(whole[0]), {**kwargs, **whole[1]}, inputs, is_measured)
         found.append(dataclasses.replace(one, weight=weight))
     return merged_calls(found)
 
@@ -88,7 +90,7 @@ def merged_calls(calls: Iterable[SharedCall]) -> list[SharedCall]:
 
 
 def _asked_call(
-    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], inputs: Inputs
+    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], inputs: Inputs, is_measured: bool
 ) -> SharedCall:
     prepared_args, prepared_kwargs = prepared(kernel, args, kwargs)
     if "cfg" in prepared_kwargs:
@@ -98,7 +100,7 @@ def _asked_call(
         )
     inv: Invocation[Any, Any] = Invocation(kernel=kernel, args=prepared_args, kwargs=prepared_kwargs)
     given = _given_inputs(inputs, args, kwargs)
-    if given is None:
+    if given is None and is_measured:
         _warn_of_made_inputs(inv)
     return SharedCall(inv=inv, inputs=given)
 

@@ -20,7 +20,7 @@ from ejkernel.ops.autotuner.measure.sampling import CLOCK, PROCESSOR, Sampling, 
 from ejkernel.ops.autotuner.tasks.pool import FINALISTS, Budget, Pool
 from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.candidates import Candidate
-from ejkernel.ops.autotuner.trials.challenge import Challenge
+from ejkernel.ops.autotuner.trials.challenge import Challenge, costly_bytes
 from ejkernel.ops.autotuner.trials.status import FAULTY, Status
 from ejkernel.ops.core.examples import why_not_finite
 from ejkernel.ops.core.kernel import overrides
@@ -163,12 +163,12 @@ class Decider:
         if not others:
             return None, None
         fastest = others[0]
-        margin = margin_of(_clock(fastest), takes_more=True)
+        leanest = min(others, key=lambda candidate: candidate.peak_bytes or math.inf)
         # A candidate that does not beat the heuristic itself is no reason to pass over one that does.
         limit = 1 - MARGIN if pool.heuristic.measurement is not None else math.inf
         others = [candidate for candidate in others if candidate is fastest or pool.pace(candidate) < limit]
         needs = [candidate.peak_bytes for candidate in others]
-        chosen = others[preferred(list(map(pool.pace, others)), needs, margin=margin)]
+        chosen = others[preferred(list(map(pool.pace, others)), needs, margin=_margin(fastest, leanest))]
         return chosen, None if chosen is fastest else fastest
 
     def _first_look(self, challenger: Candidate) -> Challenge | None:
@@ -178,7 +178,7 @@ class Decider:
         """
         if not _are_measured(challenger, self._pool.heuristic) or not challenger.beside:
             return None
-        more = more_bytes(challenger.peak_bytes, self._pool.heuristic.peak_bytes)
+        more = costly_bytes(challenger, self._pool.heuristic)
         comparison = _at_first_look(challenger, takes_more=more > 0)
         if comparison.wins or comparison.settled or self._pool.must_end():
             return Challenge(challenger.config, comparison, more_bytes=more)
@@ -210,7 +210,7 @@ class Decider:
         heuristic = self._pool.heuristic
         if not _are_measured(challenger, heuristic):
             return None
-        more = more_bytes(challenger.peak_bytes, heuristic.peak_bytes)
+        more = costly_bytes(challenger, heuristic)
         may_go_on = self._budget.lasts(_CONFIRMATION_SECONDS)
         paired = PairedSampling(self._rounds, takes_more=more > 0, may_go_on=may_go_on)
         # The log stores these samples.
@@ -282,8 +282,8 @@ def _clock(candidate: Candidate) -> str:
 
 def _margin(challenger: Candidate, winner: Candidate) -> float:
     """Return the share of the winner's time by which a candidate's must be shorter to count as such."""
-    more = more_bytes(challenger.peak_bytes, winner.peak_bytes)
-    return margin_of(_clock(challenger), takes_more=True) if more else MARGIN
+    is_costly = costly_bytes(challenger, winner) > 0
+    return margin_of(_clock(challenger), takes_more=True) if is_costly else MARGIN
 
 
 def _at_first_look(challenger: Candidate, *, takes_more: bool) -> PairedComparison:

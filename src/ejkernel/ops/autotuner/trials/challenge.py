@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.measure.memory import more_bytes
 from ejkernel.ops.autotuner.measure.paired import MARGIN, PairedComparison
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.trials.status import CameOut, SearchState
@@ -27,7 +28,7 @@ class Challenge:
         challenger: The challenger's configuration.
         comparison: The figures. `wins`: the challenger replaces the heuristic. `settled`: the evidence is sufficient.
         is_confirmation: Whether this was the confirmation run of the two, rather than a run with all candidates.
-        more_bytes: Bytes that the challenger takes more than the heuristic; 0 if that is not notable.
+        more_bytes: Bytes that the challenger takes more than the heuristic, by `costly_bytes`.
     """
 
     challenger: Any
@@ -132,6 +133,19 @@ class _Timed(Protocol):
 
     @property
     def measurement(self) -> Measurement | None: ...
+
+    @property
+    def peak_bytes(self) -> int | None: ...
+
+
+def costly_bytes(one: _Timed, other: _Timed) -> int:
+    """Return how many more bytes one program takes than another if they may slow it in a larger program.
+
+    The result is 0 if the difference is not notable, and on accelerators: their allocators keep the memory that they
+    mapped once.
+    """
+    method = "" if one.measurement is None else one.measurement.method
+    return more_bytes(one.peak_bytes, other.peak_bytes) if method in (_WALL, PROCESSOR) else 0
 
 
 def clock_of(outcomes: Sequence[_Timed]) -> str:

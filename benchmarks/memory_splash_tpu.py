@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.memory_splash_tpu`: vector memory of splash attention, estimated and compiled; needs no TPU.
+
+Calls are drawn as in `benchmarks.memory_tpu`, also for tpu7x, with blocks of the space as if memory had no limit. Seeds
+from 100 draw published calls with their blocks instead.
+Google's compiler reports the bytes of vector memory that each kernel uses. Nothing runs on a TPU. The ratio is our
+upper estimate over the compiler's figure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from importlib import resources
+from typing import Any
+
+from benchmarks import memory_tpu
+from benchmarks.drawn_tpu import Draws
+
+_CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+_FINGERPRINTS = {"v5e": "tpu:tpu_v5_lite", "v5p": "tpu:tpu_v5", "v6e": "tpu:tpu_v6_lite", "tpu7x": "tpu:tpu7x"}
+_PUBLISHED = 100
+_KERNELS = {"fwd": "fwd", "dkv": "keys", "dq": "query"}
+
+
+def drawn(seed: int, index: int) -> dict[str, Any]:
+    """Return a call, its blocks and our estimates."""
+    from ejkernel.kernels.flash_attention import splash
+
+    dice = random.Random(f"splash {seed} {index}")
+    if seed >= _PUBLISHED:
+        case, sizes = _published(dice)
+        return {"seed": seed, **case, "params": sizes, **estimates(case, sizes)}
+    case = memory_tpu.drawn_call(dice) | {"chip": dice.choice(tuple(_CHIPS))}
+    call, implementation = call_of(case), splash.Splash()
+    params = dice.choice(implementation.every(call))
+    if dice.random() < 0.35:
+        params = implementation.params_type(backward=call.backward)()
+    sizes = dataclasses.asdict(params)
+    return {"seed": seed, **case, "params": sizes, **estimates(case, sizes)}
+
+
+def _published(dice: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a published call and its blocks."""
+    tables = json.loads(resources.files("ejkernel").joinpath("data/published/splash.json").read_text())
+    row = dice.choice([row for rows in tables.values() for row in rows])
+    facts, chips = row["call"], {device: chip for chip, device in _FINGERPRINTS.items()}
+    case: dict[str, Any] = {"chip": chips[facts["device"]], "direction": "backward" if facts["backward"] else "forward"}
+    case |= {"mask": "causal" if facts["causal"] else "full", "soft_cap": None, "segments": False, "dtype": "bfloat16"}
+    case |= {"length": facts["queries"], "dims": [facts["head_dim"], facts["value_dim"]], "repeats": 2}
+    return case, row["params"]
+
+
+def estimates(case: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return our estimates for the kernels of a case with these blocks."""
+    from ejkernel.kernels.flash_attention import splash
+    from ejkernel.kernels.flash_attention._splash_weights import WEIGHTS
+
+    call = call_of(case)
+    params = splash.Splash().params_type(backward=call.backward)(**sizes)
+    found = {name: parts.need(WEIGHTS) for name, parts in parts_by_kernel(call, params).items()}
+    return {
+        "estimated": {name: need.most for name, need in found.items()},
+        "least": {name: need.least for name, need in found.items()},
+    }
+
+
+def parts_by_kernel(call: Any, params: Any) -> dict[str, Any]:
+    """Return the memory of each kernel by its causes: of `fwd`, or `keys` and maybe `query`."""
+    from ejkernel.kernels.flash_attention import _splash_memory, splash
+
+    names = {"forward": "fwd", "fused": "keys"}
+    blocks = splash.blocks_of(params)
+    return {names.get(name, name): _splash_memory.parts_of(call, name, own) for name, own in blocks.items()}
+
+
+def call_of(case: dict[str, Any]) -> Any:
+    """Return the call of a case."""
+    call, _ = memory_tpu.described(case | {"chip": "v5e"})
+    return dataclasses.replace(call, device_fingerprint=_FINGERPRINTS[case["chip"]])
+
+
+def compiled(case: dict[str, Any]) -> dict[str, Any]:
+    """Return the bytes of vector memory of each kernel."""
+    import jax
+    from jax.experimental import topologies
+
+    from ejkernel.kernels.flash_attention import splash
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=_CHIPS[case["chip"]])
+    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    call, implementation = call_of(case), splash.Splash()
+    _, operands = memory_tpu.described(case | {"chip": "v5e"})
+    batch, length, heads, _ = operands.query.shape
+
+    def like(shape: Sequence[int], dtype: str) -> Any:
+        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
+
+    operands = jax.tree.map(lambda x: like(x.shape, x.dtype), operands)
+    params = implementation.params_type(backward=call.backward)(**case["params"])
+    if call.backward:
+        out, lse = like((batch, length, heads, case["dims"][1]), case["dtype"]), like((batch, heads, length), "float32")
+        run = jax.jit(lambda o, out, lse: implementation.differentiate(o, (out, lse), out, call.rules, params))
+        lowered = run.lower(operands, out, lse)
+    else:
+        lowered = jax.jit(lambda o: implementation.attend(o, call.rules, params)).lower(operands)
+    options = {"xla_tpu_scoped_vmem_limit_kib": str((48 if case["chip"] in ("v5p", "tpu7x") else 96) << 10)}
+    return {"used": _used(str(lowered.compile(compiler_options=options).as_text()))}
+
+
+def _used(text: str) -> dict[str, int]:
+    """Return the bytes of each kernel, by its name in `kernels_memory`."""
+    parts = text.split(memory_tpu.KERNEL)
+    names = [re.findall(r"%splash_mha_(fwd|dkv|dq)\w*(?:\.\d+)* = ", part)[-1] for part in parts[:-1]]
+    sizes = map(memory_tpu.used_by_kernel, parts[1:])
+    return {_KERNELS[name]: size for name, size in zip(names, sizes, strict=True)}
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Return the distribution of the ratios by class, as a Markdown table."""
+    kinds: dict[str, Callable[[dict[str, Any]], bool]] = {
+        "all": lambda one: True,
+        "bfloat16, without ids and cap": lambda one: bool(
+            one["dtype"] == "bfloat16" and not one["segments"] and one["soft_cap"] is None
+        ),
+        "float32": lambda one: bool(one["dtype"] == "float32"),
+    }
+    rows = [
+        "| kernels | compiled | below 1 | up to 1.1 | up to 1.2 | median | largest |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for kind, of_kind in kinds.items():
+        for kernel in ("fwd", "keys", "query"):
+            every = [one for one in results if kernel in one.get("used", {}) and of_kind(one)]
+            ratios = sorted(one["estimated"][kernel] / one["used"][kernel] for one in every)
+            if not ratios:
+                continue
+            shares = (f"{sum(1 <= ratio <= most for ratio in ratios) / len(ratios):.0%}" for most in (1.1, 1.2))
+            cells = [f"{kind}, {kernel}", len(ratios), sum(ratio < 1 for ratio in ratios), *shares]
+            rows.append(f"| {' | '.join(map(str, cells))} | {statistics.median(ratios):.2f} | {ratios[-1]:.2f} |")
+    above = sum(one["least"][name] > used for one in results for name, used in one.get("used", {}).items())
+    failed = sum("error" in one for one in results)
+    rows += [
+        "",
+        f"The lower estimate exceeds the compiler's figure in {above} kernels. {failed} calls did not compile.",
+    ]
+    return "\n".join(rows)
+
+
+DRAWS = Draws(
+    module="memory_splash_tpu",
+    about=__doc__,
+    what="our estimate of splash attention's vector memory over the figure of Google's compiler; nothing ran on a TPU",
+    drawn=drawn,
+    compiled=compiled,
+    title="Vector memory of splash attention, compiled",
+    table=table,
+    seconds=240.0,
+)
+
+
+if __name__ == "__main__":
+    DRAWS.main()

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vector memory of splash attention's kernels: a lower bound, and an upper estimate.
+
+The windows and the sums follow from the shapes. How many intermediate values the compiler keeps beside them depends on
+its schedule, so the estimate is a weighted sum of the sizes of these values; see `pallas_tpu/memory.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+
+from ejkernel import compat
+from ejkernel.kernels._vector_memory import LANES, Need, Parts, larger, up
+
+from ._splash_weights import WEIGHTS
+from .common import AttentionCall
+
+_INTERNAL = 72 << 10  # bytes of the compiler's internal scratch array
+Blocks = tuple[int, int, int]
+"""Queries, keys, and keys per step."""
+
+
+def clipped_blocks(queries: int, keys: int, blocks: Blocks) -> compat.SplashBlocks:
+    """Return blocks that are no longer than the sequences, rounded up to 128; the steps divide the blocks of keys."""
+    block_q, block_kv = (min(size, -(-of // LANES) * LANES) for size, of in zip(blocks, (queries, keys), strict=False))
+    return compat.SplashBlocks(block_q, block_kv, math.gcd(block_kv, blocks[2]))
+
+
+def vector_memory(call: AttentionCall, blocks: Mapping[str, Blocks]) -> Need:
+    """Return the bytes of vector memory of the largest kernel.
+
+    A kernel takes less if XLA keeps its arrays, because they are short, in vector memory anyway.
+
+    Args:
+        call: The call.
+        blocks: The blocks of each kernel: `forward`, `fused`, or `keys` and `query`.
+    """
+    return larger(*(parts_of(call, name, own).need(WEIGHTS) for name, own in blocks.items()))
+
+
+def parts_of(call: AttentionCall, name: str, blocks: Blocks) -> Parts:
+    """Return the memory of one kernel by its causes."""
+    block = clipped_blocks(call.query[1], call.key[1], blocks)
+    size, head, value = jnp.dtype(call.dtype).itemsize, up(call.query[3]), up(call.value[3])
+    least = 2 * size * (block.queries + block.keys) * (head + value)
+    least += _ids_memory(call, block, block.keys if name in ("keys", "fused") else block.queries, name)
+    if name == "forward":
+        least += 4 * block.queries * (4 * LANES + value)
+    elif name == "query":
+        # the compiler may keep the sums of a single block in registers
+        least += (2 * size + (0 if block.keys >= call.key[1] else 4)) * block.queries * head
+    else:
+        least += (2 * size + 4) * block.keys * (head + value)
+        least += 2 * size * block.queries * head if name == "fused" else 0
+    kind = name if call.dtype == "bfloat16" else f"{name}, float32"
+    return Parts(least, least + _INTERNAL, kind, _sizes(call, block))
+
+
+def _sizes(call: AttentionCall, block: compat.SplashBlocks) -> dict[str, int]:
+    """Return the numbers of intermediate values: scores of steps, and results of products."""
+    (queries, keys, compute), dims = block, (call.query[3], call.value[3])
+    head, value = map(up, dims)
+    step, steps = queries * compute, keys // compute
+    found = {"step": step, "two steps": step * min(steps, 2), "four steps": step * min(steps, 4), "all": step * steps}
+    found["long steps"] = found["four steps"] if compute >= 4 * LANES else 0
+    found["beyond a large step"] = max(step - (1 << 20), 0)
+    which = {
+        "ids": _has_ids(call, block),
+        "capped": call.rules.soft_cap is not None,
+        "v5p": call.device_fingerprint == "tpu:tpu_v5",
+        # the last registers of a row are partly used
+        "partial": any(dim % LANES and dim != LANES // 2 for dim in dims),
+    }
+    found |= {f"{name}, {also}": size if holds else 0 for name, size in found.items() for also, holds in which.items()}
+    found["unmasked steps"] = 0 if _has_mask(call) else found["four steps"]
+    found |= {
+        "rows of steps": queries * LANES * min(steps, 8),
+        "rows": queries * LANES,
+        "values": queries * value,
+        "heads": queries * head,
+    }
+    found |= {"step rows": compute * LANES, "step values": compute * value, "step heads": compute * head}
+    found |= {"key heads": keys * head, "key values": keys * value, "constant": LANES * LANES}
+    # results of products are added up in parts, on chips whose products have 128 columns
+    found |= {f"wide {name}": found[name] if value > LANES else 0 for name in ("values", "step values")}
+    found["wide step heads"] = found["step heads"] if head > LANES else 0
+    found["wide values of steps"] = found["wide values"] * steps
+    return found | {"partial values": found["values"] if which["partial"] else 0}
+
+
+def _has_ids(call: AttentionCall, block: compat.SplashBlocks) -> bool:
+    """Return whether the kernels read ids: they also hide the padding, unless causal attention does not reach it."""
+    given = call.segments or call.query_lengths or call.key_lengths
+    return given or (call.key[1] % block.keys != 0 and call.rules.right != 0)
+
+
+def _has_mask(call: AttentionCall) -> bool:
+    return call.rules.left is not None or call.rules.right is not None
+
+
+def _ids_memory(call: AttentionCall, block: compat.SplashBlocks, rows: int, name: str) -> int:
+    """Return the bytes of the windows of ids, and of positions if a mask is computed from them; a row has 128 lanes."""
+    has_ids = _has_ids(call, block)
+    is_masked = name in ("forward", "query") and _has_mask(call)
+    return (2 * 4 * LANES * (has_ids + is_masked) + 64 * has_ids) * rows

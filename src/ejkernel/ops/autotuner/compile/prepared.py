@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Candidates of calls, estimated or compiled for a device that is not here, and their tables."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from ejkernel.ops.autotuner.compile.bundles import BundledCall
+from ejkernel.ops.config.estimates import PRUNED_FROM, EstimatedRow, Estimates
+from ejkernel.ops.utils.error_text import printable
+from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, terminal_width, text_table
+
+_SHOWN: Final = 5  # configurations of a call
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedCalls:
+    """What `autotune(..., target=...)` returns. Nothing in it is measured.
+
+    Attributes:
+        device: Fingerprint of the device.
+        estimates: The estimates of each call, also in `estimated/` of the cache folder.
+        bundled: The compiled candidates of each call, also in `folder`.
+        folder: The folder of the bundle; `None` for estimates.
+    """
+
+    device: str
+    estimates: tuple[Estimates, ...] = ()
+    bundled: tuple[BundledCall, ...] = ()
+    folder: Path | None = None
+
+    @property
+    def statuses(self) -> Mapping[str, int]:
+        """The number of candidates by status.
+
+        Estimates have `estimated` and `not estimated`; a bundle has `ready`, `same`, `failed` and `left`.
+        """
+        compiled = (str(candidate.outcome.status) for call in self.bundled for candidate in call.candidates)
+        rows = (row for each in self.estimates for row in each.rows)
+        estimated = ("not estimated" if row.us is None else "estimated" for row in rows)
+        return dict(collections.Counter([*compiled, *estimated]))
+
+    def __str__(self) -> str:
+        """Return tables of the candidates."""
+        if self.folder is None:
+            return "\n\n".join(map(estimates_as_text, self.estimates))
+        return bundle_as_text(self.bundled)
+
+
+def bundle_as_text(calls: Sequence[BundledCall]) -> str:
+    """Return a table of candidate statuses of a bundle, with the reasons of failures."""
+    rows, lines = [], []
+    for call in calls:
+        operation = printable(call.description["op"])
+        statuses = collections.Counter(candidate.outcome.status for candidate in call.candidates)
+        rows.append((operation, ", ".join(f"{count} {status}" for status, count in statuses.most_common())))
+        reasons = collections.Counter(c.outcome.reason for c in call.candidates if c.outcome.reason)
+        lines += [f"{operation}: {count} x {reason}" for reason, count in reasons.most_common()]
+    return "\n".join([text_table(("operation", "candidates"), rows, width=terminal_width()), *lines])
+
+
+def estimates_as_text(found: Estimates, *, verbose: bool = False) -> str:
+    """Return a table of the estimates of a call, and the reasons of refused candidates.
+
+    Args:
+        found: The estimates.
+        verbose: Show all candidates rather than the fastest.
+    """
+    ranked = found.ranked
+    shown = ranked if verbose else [row for at, row in enumerate(ranked) if at < _SHOWN or row.is_heuristic]
+    times = durations(None if row.us is None else row.us / 1e6 for row in shown)
+    cells = [
+        ("h" if row.is_heuristic else "", _name(row), us, f"{row.cycles:,.0f}", _of_best(row, ranked[0]))
+        for row, us in zip(shown, times, strict=True)
+    ]
+    lines = [printable(f"{found.key['op']}  {arguments(found.call)}"), f"{found.key['device']}: {found.source()}"]
+    lines.append(text_table(("", "configuration", "estimated", "cycles", "of best"), cells, width=terminal_width()))
+    if len(shown) < len(ranked):
+        lines.append(f"and {counted(len(ranked) - len(shown), 'slower one')} (--verbose, or `ranked`)")
+    reasons: dict[str, list[EstimatedRow]] = {}
+    for row in found.rows:
+        if row.us is None:
+            reasons.setdefault(row.reason, []).append(row)
+    lines += [
+        f"{len(rows)} x {printable(' '.join(reason.split()))}, e.g. {_name(rows[0])}"
+        for reason, rows in reasons.items()
+    ]
+    return "\n".join(lines)
+
+
+def _name(row: EstimatedRow) -> str:
+    return printable(compact(row.config))
+
+
+def _of_best(row: EstimatedRow, best: EstimatedRow) -> str:
+    ratio, least = ((us or 0.0) / (best.us or 1.0) for us in (row.us, row.us if row.least_us is None else row.least_us))
+    return f"{ratio:.2f}, pruned" if least >= PRUNED_FROM and not row.is_heuristic else f"{ratio:.2f}"

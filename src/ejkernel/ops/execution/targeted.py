@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`autotune(..., target=...)`: candidates for a device that is not here, estimated or compiled, never measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from ejkernel.ops.autotuner.compile.bundles import compile_bundle
+from ejkernel.ops.autotuner.compile.estimating import estimate_calls
+from ejkernel.ops.autotuner.compile.prepared import PreparedCalls
+from ejkernel.ops.autotuner.compile.simulation import check_simulated
+from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.compile.threads import default_width
+from ejkernel.ops.autotuner.tasks.task import Configurations, SharedCall, TuningTask
+from ejkernel.ops.config.estimates import EstimateFiles
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.spaces.space import ConfigSpace
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.errors import ArgumentError, ConfigError
+from ejkernel.ops.utils.fingerprint import device_fingerprint
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """A device, and what to do for it: `folder` of the bundle to write, or `None` to estimate."""
+
+    aim: Target
+    folder: Path | None
+
+    @classmethod
+    def asked(
+        cls, target: str | Target, estimate: bool = False, output: str | PathLike[str] | None = None
+    ) -> Preparation:
+        """Return what the arguments of `autotune` ask for.
+
+        Raises:
+            ArgumentError: The arguments do not fit together, or ask to measure.
+            ConfigError: No target has this name, or its programs cannot be simulated.
+        """
+        if estimate and output is not None:
+            raise ArgumentError("estimate=True and output= exclude each other: estimates go to the cache folder.")
+        aim = target if isinstance(target, Target) else Target.named(target)
+        if estimate:
+            check_simulated(aim)
+        elif output is None:
+            raise ArgumentError(_why_not_measured(aim))
+        return cls(aim=aim, folder=None if output is None else Path(output))
+
+    def run(
+        self, sets: Sequence[Sequence[SharedCall]], cache: PersistentCache | None, configs: Collection[Any] | None
+    ) -> PreparedCalls:
+        """Estimate or compile the candidates of calls.
+
+        Args:
+            sets: The calls, for the device; those of a set share a configuration.
+            cache: Its folder takes the estimates, if there is one.
+            configs: Candidates beside the heuristic; those of the kernels by default.
+        """
+        calls = [call.inv for each in sets for call in each]
+        candidates = shared_candidates(sets, self.aim) if configs is None else _always(configs)
+        options: dict[str, Any] = {"candidates": candidates, "processes": default_width()}
+        if self.folder is not None:
+            bundled = compile_bundle(calls, self.aim, self.folder, **options)
+            return PreparedCalls(device=self.aim.fingerprint, bundled=tuple(bundled), folder=self.folder)
+        estimates = tuple(estimate_calls(calls, self.aim, **options))
+        if cache is not None and cache.path is not None:
+            for each in estimates:
+                if each.ranked:
+                    EstimateFiles(cache.path).put(each)
+        return PreparedCalls(device=self.aim.fingerprint, estimates=estimates)
+
+
+def _always(configs: Collection[Any]) -> Callable[[Invocation[Any, Any]], Collection[Any]]:
+    return lambda inv: configs
+
+
+def _why_not_measured(aim: Target) -> str:
+    if aim.fingerprint == device_fingerprint():
+        return f"target={aim.name!r} is the device of this process; leave out target to measure on it."
+    others = "output='FOLDER' to compile the candidates, and measure them there with `ejkernel tune --from FOLDER`"
+    try:
+        check_simulated(aim)
+    except ConfigError:
+        pass
+    else:
+        others = f"estimate=True for simulated times, or {others}"
+    return (
+        f"target={aim.name!r} cannot be measured here: this process runs on {device_fingerprint()}, and the target is "
+        f"{aim.fingerprint}. Pass {others}."
+    )
+
+
+def shared_candidates(
+    sets: Sequence[Sequence[SharedCall]], aim: Target
+) -> Callable[[Invocation[Any, Any]], Collection[Any]] | None:
+    """Return a function from a call to the candidates of its set, those that all calls of the set accept.
+
+    `None` if each call has its own configuration.
+    """
+    if all(len(each) == 1 for each in sets):
+        return None
+    by_call: dict[str, Collection[Any]] = {}
+    for calls in sets:
+        invs = [dataclasses.replace(call.inv.abstract(), device=aim.fingerprint) for call in calls]
+        shared = Configurations(TuningTask(inv=invs[0], others=tuple(SharedCall(inv=inv) for inv in invs[1:])))
+        own = shared.others
+        if not isinstance(own, ConfigSpace):  # a space is sampled identically for all of them
+            own = [config for config in (*shared.first, *own) if not shared.why_refused(config)]
+        by_call |= {inv.call_key: own for inv in invs}
+    return lambda inv: by_call[inv.call_key]
