@@ -203,8 +203,8 @@ def ranges_of_keys(operands: Operands, rules: Rules, blocks: Blocks, words: Arra
 def _ranges_by_position(operands: Operands, rules: Rules, blocks: Blocks, *, masked_after: bool) -> BlockRange:
     """Return the same under a window and lengths alone, `[batch or 1, blocks]`.
 
-    Of ranges under the window, which are constants, lengths cut off the end: one small kernel of XLA. A search in arrays
-    of visible tiles takes four.
+    Of ranges under the window, which are constants, lengths cut off the end: one small kernel of XLA. A search in
+    arrays of visible tiles takes four.
     """
     alone = operands._replace(query_lengths=None, key_lengths=None)
     some, every = _seen_by_heads(alone, rules, blocks, None)
