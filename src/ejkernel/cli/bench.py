@@ -234,7 +234,8 @@ def print_table(
     for name, why in missing.items():
         click.echo(report.wrapped(f"{name}: {why}"))
     click.echo(f"\nOn {device_fingerprint()}: {found.rounds} rounds, each with one step of every build.")
-    click.echo(report.wrapped(f"{reference}: the median of the rounds' ratios, with its 95 % interval."))
+    times = f" A step takes {builds[-1].name}'s median times this ratio." if len(builds) > 1 else ""
+    click.echo(report.wrapped(f"{reference}: the median of the rounds' ratios, with its 95 % interval.{times}"))
 
 
 def _row(build: Build, found: Comparison) -> list[str]:

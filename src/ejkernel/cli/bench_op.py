@@ -15,7 +15,7 @@ import numpy as np
 
 from ejkernel.cli import report
 from ejkernel.cli.bench import BenchOptions, build_as_data, print_table, race, same_configurations
-from ejkernel.cli.builds import Build, Loaded, build
+from ejkernel.cli.builds import Build, Loaded, build, of_mapping
 from ejkernel.cli.explain import usual_chain
 from ejkernel.cli.outcome import integers_in_words
 from ejkernel.cli.peaks import Peak, Peaks, main_dtype
@@ -181,8 +181,8 @@ def _print(options: BenchOptions, result: _Result) -> None:
     click.echo(report.wrapped(_roofline(cost, peak)))
     if guessed := integers_in_words(result.inv):
         click.echo(report.wrapped(f"Inputs: {guessed}"))
-    if result.note:
-        click.echo(report.wrapped(result.note))
+    for sentence in filter(None, (of_mapping(result.builds), result.note)):
+        click.echo(report.wrapped(sentence))
 
 
 def _roofline(cost: Cost | None, peak: Peak | None) -> str:

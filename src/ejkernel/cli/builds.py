@@ -30,7 +30,7 @@ from ejkernel.ops.utils.formatting import durations, size
 from ejkernel.ops.utils.random_arrays import drawn_integers, random_array
 
 _MAPPED: Final = 8 << 20  # bytes mapped anew in a step that are reported
-_KEEP: Final = "MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824"
+_KEEP: Final = "MALLOC_ARENA_MAX=1 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -195,8 +195,8 @@ def say(text: str) -> None:
 def of_mapping(builds: Sequence[Build]) -> str:
     """Return how much memory the steps map anew on a CPU, and what to do about it; empty if it is little.
 
-    The C library of Linux returns a freed array of more than 32 MiB to the system at once, and the system clears each
-    page when it is used again. A configuration with little more temporary memory may so slow a step a lot.
+    The C library of Linux returns much freed memory to the system, above all arrays of more than 32 MiB, and the system
+    clears each page when it is used again. A configuration with little more temporary memory may so slow a step a lot.
     """
     found = {build.name: build.mapped for build in builds}
     if device_kind() != "cpu" or platform.libc_ver()[0] != "glibc" or max(found.values())[0] < _MAPPED:
@@ -206,6 +206,6 @@ def of_mapping(builds: Sequence[Build]) -> str:
         for name, (mapped, seconds) in found.items()
     )
     return (
-        f"Memory that each step maps anew: {each}. The C library returns freed arrays of more than 32 MiB to the "
-        f"system; it keeps them if the program starts with {_KEEP}"
+        f"Memory that each step maps anew: {each}. The C library returns freed memory to the system; it keeps it if "
+        f"the program starts with {_KEEP}"
     )

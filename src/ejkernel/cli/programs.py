@@ -29,6 +29,7 @@ from ejkernel.ops.autotuner.process.lifetime import look_in
 from ejkernel.ops.config._files import expanded
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import ArgumentError, EjkernelError
+from ejkernel.ops.utils.validation import call_that_raised
 
 _SHOWN: Final = 6  # maximum number of names, and of traceback frames, in a message
 
@@ -281,7 +282,9 @@ def _is_users(filename: str) -> bool:
 
 
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    call = call_that_raised(error)
+    return f"{text}; {call}" if call else text
 
 
 def _check_program(target: str, returned: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

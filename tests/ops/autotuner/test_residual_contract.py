@@ -240,3 +240,14 @@ def test_without_residuals_no_pair_is_checked():
         fwd_with_residuals, vjp = Kernel.fwd_with_residuals, Kernel.vjp
 
     assert partner_call(Invocation(kernel=Plain(), args=(X,))) is None
+
+
+class Broken(Sine):
+    """Its heuristic does not run."""
+
+    def run(self, x, *, cfg):
+        return super().run(x.reshape(-1, 6 if cfg == 2 else 4).ravel(), cfg=cfg)
+
+
+def test_if_the_heuristic_does_not_run_another_configuration_wins():
+    assert autotune(Broken("broken"), X) == 2

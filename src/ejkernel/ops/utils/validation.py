@@ -17,6 +17,7 @@ from ejkernel.ops.utils.values.signature import is_array
 
 T = TypeVar("T")
 
+_RAN_WITH = " ran with "
 _NAMED = (ArgumentError, ConfigError, KernelError, TuningError)  # without subclasses: their constructors may differ
 
 
@@ -54,6 +55,11 @@ def asked(what: str, function: Callable[..., T], *args: object, **kwargs: object
         raise KernelError(f"{what} raised {error_text(error)}{field_advice(error)}") from error
 
 
+def call_that_raised(error: BaseException) -> str:
+    """Return the note of `noting` with the call that raised an exception; empty without one."""
+    return next((note for note in getattr(error, "__notes__", ()) if _RAN_WITH in note), "")
+
+
 @contextlib.contextmanager
 def noting(op_id: str, config: object, arguments: object) -> Iterator[None]:
     """Add notes to an exception in a `with` block, unless it is ejkernel's.
@@ -66,7 +72,7 @@ def noting(op_id: str, config: object, arguments: object) -> Iterator[None]:
         raise
     except Exception as error:
         arrays = ", ".join(str(jax.typeof(leaf)) for leaf in jax.tree.leaves(arguments) if is_array(leaf))
-        error.add_note(f"{op_id} ran with {compact(config)}{f' for {arrays}' if arrays else ''}.")
+        error.add_note(f"{op_id}{_RAN_WITH}{compact(config)}{f' for {arrays}' if arrays else ''}.")
         if advice := array_advice(error):
             error.add_note(f"{advice[:1].upper()}{advice[1:]}")
         lists = jax.tree.leaves(arguments, is_leaf=_is_list) if isinstance(error, TypeError) else ()

@@ -66,7 +66,7 @@ class Challenge:
             "rival_us": round(figures.challenger * 1e6, 4),
             "heuristic_us": round(figures.incumbent * 1e6, 4),
             # JSON has no infinity.
-            "speedup": round(figures.speedup, 4) if math.isfinite(figures.speedup) else None,
+            "speedup": round(figures.speedup, 6) if math.isfinite(figures.speedup) else None,
             "rounds": figures.pairs,
             "rival_faster": figures.ahead,
             "heuristic_faster": figures.behind,

@@ -244,11 +244,11 @@ class Forward:
             choice = dataclasses.replace(choice, config=config, platform=platform, config_for_types=None)
         if self.residuals and not writes_residual_form(kernel):
             return self._with_jax_residuals(choice, args, kwargs)
-        if not self.residuals:
-            with noting(kernel.op_id, choice.config, (args, kwargs)):
+        with noting(kernel.op_id, choice.config, (args, kwargs)):
+            if not self.residuals:
                 return hook(kernel, "run", choice.platform, choice.config)(*args, cfg=choice.config, **kwargs)
-        form = (choice.platform, choice.config)
-        out = call_rule(kernel, "fwd_with_residuals", form, args, {"cfg": choice.config, **kwargs})
+            form = (choice.platform, choice.config)
+            out = call_rule(kernel, "fwd_with_residuals", form, args, {"cfg": choice.config, **kwargs})
         if not (isinstance(out, tuple) and len(out) == 2):
             raise GradientError(f"{kernel.op_id}: fwd_with_residuals must return (out, residuals), got {type(out)}.")
         return out
