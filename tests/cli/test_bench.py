@@ -211,6 +211,21 @@ def test_an_operation_s_implementations_run_beside_its_reference(capsys):
     assert "implementation=xla" in found["builds"][1]["configurations"][0]
 
 
+def test_an_operation_that_is_slower_than_its_reference_is_said_to_be(capsys, monkeypatch):
+    over = {"median": 0.21, "low": 0.2, "high": 0.22}
+    real = rounds.compared
+    monkeypatch.setattr(
+        cli_bench,
+        "compared",
+        lambda *args: (found := real(*args), found.over.__setitem__("reference", over))[0],
+    )
+    call = ["--op", "rms_norm", "--shape", "f32[8,16]", "--shape", "f32[16]"]
+    assert main(["bench", *call, "--rounds", "6"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "The chosen program is SLOWER than the reference: 0.21 times as fast (0.20 to 0.22). " in printed
+    assert "Slow programs" not in printed
+
+
 def test_an_operation_is_compared_with_the_measured_peak_of_the_device(capsys, monkeypatch):
     monkeypatch.setattr(peaks, "_least", lambda function, *args: 1.0)  # a millisecond for the product and for the copy
     call = ["--op", "rms_norm", "--shape", "f32[8,16]", "--rounds", "6", "--measure-peak"]

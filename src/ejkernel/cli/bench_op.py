@@ -21,7 +21,7 @@ from ejkernel.cli.outcome import integers_in_words
 from ejkernel.cli.peaks import Peak, Peaks, main_dtype
 from ejkernel.cli.programs import import_operations, import_users, look_here, module_named
 from ejkernel.cli.report_data import fraction_of
-from ejkernel.cli.rounds import Comparison
+from ejkernel.cli.rounds import Comparison, verdict
 from ejkernel.cli.shapes import call_of_types
 from ejkernel.cli.show import opened
 from ejkernel.ops.config.policy import looking_only
@@ -178,6 +178,8 @@ def _print(options: BenchOptions, result: _Result) -> None:
             more["of roofline"] = lambda each: f"{fraction_of(peak, cost, found.seconds[each.name]):.0%}"
     more["configuration"] = lambda each: "; ".join(result.configurations(each.name)) or "-"
     print_table(options, result.builds, found, result.missing, more)
+    if REFERENCE in found.over:
+        click.echo(report.wrapped(verdict("the chosen program", "the reference", found.over[REFERENCE], advice="")))
     click.echo(report.wrapped(_roofline(cost, peak)))
     if guessed := integers_in_words(result.inv):
         click.echo(report.wrapped(f"Inputs: {guessed}"))

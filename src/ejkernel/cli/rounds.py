@@ -20,6 +20,7 @@ FEWEST: Final = 6  # rounds that a 95 % interval needs
 CLOSE: Final = 1.1  # an interval whose ends differ by less settles a question even if 1 is in it
 _TIE: Final = 0.02  # smaller differences are reported as none, even if they are certain
 _TICK: Final = 5.0  # seconds between two lines of progress
+_ADVICE: Final = "docs/troubleshooting.md, Slow programs, says how to find the call that slows it."
 
 
 def run_rounds(
@@ -113,8 +114,14 @@ def compared(samples: Mapping[str, Sequence[float]], reference: str) -> Comparis
     )
 
 
-def verdict(build: str, other: str, over: Mapping[str, float]) -> str:
-    """Return whether `build` is faster than `other`, given the ratio of the other's time to the build's."""
+def verdict(build: str, other: str, over: Mapping[str, float], *, advice: str = _ADVICE) -> str:
+    """Return whether `build` is faster than `other`, given the ratio of the other's time to the build's.
+
+    Args:
+        build, other: The two, in words.
+        over: The ratio.
+        advice: What to do if the build is slower.
+    """
     spread = f"{over['low']:.2f} to {over['high']:.2f}"
     first = build[:1].upper() + build[1:]
     if over["low"] > 1 - _TIE and over["high"] < 1 + _TIE:
@@ -122,8 +129,7 @@ def verdict(build: str, other: str, over: Mapping[str, float]) -> str:
     if over["low"] > 1:
         return f"{first} is {over['median']:.2f} times as fast as {other} ({spread})."
     if over["high"] < 1:
-        slower = f"{first} is SLOWER than {other}: {over['median']:.2f} times as fast ({spread})."
-        return f"{slower} docs/troubleshooting.md, Slow programs, says how to find the call that slows it."
+        return f"{first} is SLOWER than {other}: {over['median']:.2f} times as fast ({spread}). {advice}".rstrip()
     if over["high"] < CLOSE * over["low"]:
         return f"{first} and {other} are equally fast ({spread})."
     return f"This machine is too noisy to tell whether {build} is faster than {other} ({spread})."
