@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import signal
 import sys
 import textwrap
 import types
@@ -20,6 +21,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 os.environ.pop("COLUMNS", None)  # pytest's workers have it, and output to a pipe has no width without it
 quick.start()
+# A shell ignores the first in background jobs, `nohup` the second, and processes inherit that.
+for _number, _default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _default)
 
 # An example may be the one that compiles, on a machine that is busy.
 hypothesis.settings.register_profile("sample", deadline=None, max_examples=30)

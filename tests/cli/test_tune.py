@@ -321,7 +321,7 @@ def test_a_call_out_of_time_is_tuned_in_part(program, capsys):
     (shown,) = json.loads(run(capsys, "show", "--cache", "saved", "--json")[1])
     assert (shown["search"], shown["config"]) == (data, None)
     log = run(capsys, "show", "--cache", "saved", "--log", "product")[1]
-    assert "not finished (1 of 4): the search ended when only the heuristic was measured" in log
+    assert "not finished (1 of 4): the budget was spent when only the heuristic was measured" in log
     assert "no candidate was measurably faster" not in log
     (logged,) = json.loads(run(capsys, "show", "--cache", "saved", "--log", "product", "--json")[1])
     assert logged["search"] == data

@@ -176,7 +176,8 @@ def linear_cross_entropy(
     device holds a part of the vocabulary, pass the name of that mesh axis as `vocab_axis`.
 
     Args:
-        x: Hidden states.
+        x: Hidden states. Batch axes are merged: `explain` shows `[2, 384, 256]` as `f32[1,768,256]`, while `[768, 256]`
+            is another call. `ejkernel bench --op` takes the shapes of your program.
         weight: Matrix of the last matmul, of the same dtype.
         labels: Index of each token's class, of any integer dtype. A label outside `0 <= label < V` other than
             `ignore_index` makes the loss and its gradients NaN.
