@@ -262,10 +262,10 @@ def _sentences(options: BenchOptions, result: _Result) -> list[str]:
             said.append(verdict("tuned ejkernel", "untuned ejkernel", found.over[UNTUNED]))
         if result.measured < len(result.tuned):
             said.append(f"{counts_in_words(result.tuned, options.target)}.")
+    said.append(of_mapping(result.builds))
     said += [_agreement(name, best, apart, result.program.is_random) for name, apart in result.apart.items()]
     said += _of_inputs(result)
     said.append(_made(result.own))
-    said.append(of_mapping(result.builds))
     said.append(busy(best, found.middle[best]))
     is_wide = any(over["high"] > CLOSE * over["low"] for over in found.over.values())
     if is_wide and found.rounds < options.rounds:

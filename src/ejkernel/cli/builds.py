@@ -206,6 +206,6 @@ def of_mapping(builds: Sequence[Build]) -> str:
         for name, (mapped, seconds) in found.items()
     )
     return (
-        f"Memory that each step maps anew: {each}. The C library returns freed memory to the system; it keeps it if "
-        f"the program starts with {_KEEP}"
+        f"Memory that each step maps anew, which no measurement of a single call shows: {each}. The C library returns "
+        f"freed memory to the system; it keeps it if the program starts with {_KEEP}"
     )
