@@ -99,7 +99,7 @@ def estimate(one: Kernel, weights: dict[str, float], margin: float = 0.0) -> flo
 
 
 def left_out(found: Sequence[Kernel]) -> list[tuple[Kernel, dict[str, float]]]:
-    """Return kernels with weights that were found without them."""
+    """Return random kernels, each with weights fitted to other kernels."""
     pairs = []
     for seed in range(1, 4):
         order = random.Random(seed).sample(range(len(found)), len(found))

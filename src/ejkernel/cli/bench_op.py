@@ -53,7 +53,7 @@ class _Result:
         whys: The explanation of each call's configuration, by build.
         found: The times.
         peak: The peak of the device, if it is known.
-        note: What was measured, if `--gradient` means another call.
+        note: The measured call, if `--gradient` means another one.
     """
 
     inv: Invocation[Any, Any]

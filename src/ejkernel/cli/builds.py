@@ -193,7 +193,7 @@ def say(text: str) -> None:
 
 
 def of_mapping(builds: Sequence[Build]) -> str:
-    """Return how much memory the steps map anew on a CPU, and what to do about it; empty if it is little.
+    """Return how much memory the steps map anew on a CPU, and the remedy; empty if it is little.
 
     The C library of Linux returns much freed memory to the system, above all arrays of more than 32 MiB, and the system
     clears each page when it is used again. A configuration with little more temporary memory may so slow a step a lot.

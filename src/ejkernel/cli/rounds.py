@@ -120,7 +120,7 @@ def verdict(build: str, other: str, over: Mapping[str, float], *, advice: str = 
     Args:
         build, other: The two, in words.
         over: The ratio.
-        advice: What to do if the build is slower.
+        advice: A remedy if the build is slower.
     """
     spread = f"{over['low']:.2f} to {over['high']:.2f}"
     first = build[:1].upper() + build[1:]

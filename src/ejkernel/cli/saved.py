@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cache has saved for the calls of a program: which are tuned, and which should be tuned again."""
+"""Saved entries and searches of a program's calls: which calls are tuned, and which to tune again."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def _sizes(call: AttentionCall, block: compat.SplashBlocks) -> dict[str, int]:
     }
     found |= {"step rows": compute * LANES, "step values": compute * value, "step heads": compute * head}
     found |= {"key heads": keys * head, "key values": keys * value, "constant": LANES * LANES}
-    # results of products are added up in parts, on chips whose products have 128 columns
+    # chips with products of 128 columns add up wider results in parts
     found |= {f"wide {name}": found[name] if value > LANES else 0 for name in ("values", "step values")}
     found["wide step heads"] = found["step heads"] if head > LANES else 0
     found["wide values of steps"] = found["wide values"] * steps

@@ -143,7 +143,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         raise self._no_config(request, tried)
 
     def _no_config(self, request: Request, tried: list[Consulted]) -> NoConfigError:
-        """Return the error for a call for which no tier has a configuration."""
+        """Return the error of a call without a configuration in any tier."""
         inv, key = request.inv, request.key
         call = "" if key is None else f"{arguments(inv.description)}, key {key.call} on {key.device}"
         # The policy's fields `autotune` and `heuristic` switch these tiers off; the advice in the error depends on it.

@@ -10,7 +10,6 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, overload
 
 from ejkernel import compat
-from ejkernel.ops.autotuner.compile.prepared import PreparedCalls
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.store.saving import saved_before
 from ejkernel.ops.autotuner.tasks.asked import Inputs, asked_calls
@@ -28,7 +27,6 @@ from ejkernel.ops.core.types import Cfg, ConfigKey
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.discovery import ProgramCalls, calls_in_text, discover_for, local_calls
 from ejkernel.ops.execution.executor import Executor, default_executor
-from ejkernel.ops.execution.targeted import Preparation
 from ejkernel.ops.registry import Recorded, get_invocations
 from ejkernel.ops.utils.error_text import where
 from ejkernel.ops.utils.fingerprint import device_fingerprint
@@ -39,6 +37,8 @@ from ejkernel.ops.utils.validation import check_argument, is_count
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.compile.bundles import BundledCall
+    from ejkernel.ops.autotuner.compile.prepared import PreparedCalls
+    from ejkernel.ops.execution.targeted import Preparation
 
 _Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 _MOST_UNDER_WAY = 256  # searches that an executor has at a time; each needs a waiting thread
@@ -346,11 +346,13 @@ def autotune(
     function, args = unbound(function, args)
     options = {"configs": configs, "inputs": inputs, "calls": calls, "weights": weights}
     if isinstance(kwargs.get("target"), str | Target):
+        from ejkernel.ops.execution.targeted import Preparation  # few programs prepare for another device
+
         own = {name: kwargs.pop(name) for name in ("target", "estimate", "output") if name in kwargs}
         return _prepared(Preparation.asked(**own), function, args, kwargs, options)
     if not isinstance(function, Kernel):
         _check_counts(num_warmup, num_iters)
-        return _autotune_function(_chain(None), function, args, kwargs, options)
+        return tune_invocations(_chain(None), _calls_in(function, (args, kwargs), options))
     found = autotune_kernel(
         function,
         *args,
@@ -438,16 +440,6 @@ _FOR_KERNELS = {
     "calls": "a function is tuned with its arguments",
     "weights": "a function is tuned with its arguments",
 }
-
-
-def _autotune_function(
-    chain: ConfigSelectorChain[Any, Any],
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    options: Mapping[str, object],
-) -> AutotuningResult:
-    return tune_invocations(chain, _calls_in(function, (args, kwargs), options))
 
 
 def _calls_in(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`autotune(..., target=...)`: candidates for a device that is not here, estimated or compiled, never measured."""
+"""`autotune(..., target=...)`: candidates for another device, estimated or compiled, never measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ejkernel.ops.utils.fingerprint import device_fingerprint
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """A device, and what to do for it: `folder` of the bundle to write, or `None` to estimate."""
+    """Candidates to prepare for the device `aim`: a bundle in `folder`, or estimates if that is `None`."""
 
     aim: Target
     folder: Path | None
@@ -35,7 +35,7 @@ class Preparation:
     def asked(
         cls, target: str | Target, estimate: bool = False, output: str | PathLike[str] | None = None
     ) -> Preparation:
-        """Return what the arguments of `autotune` ask for.
+        """Return the preparation for these arguments of `autotune`.
 
         Raises:
             ArgumentError: The arguments do not fit together, or ask to measure.

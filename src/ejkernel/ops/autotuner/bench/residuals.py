@@ -267,7 +267,7 @@ def _others(configs: Sequence[Any], but: object) -> list[Any]:
 
 
 def _usual(oracle: Oracle, primals: Sequence[Any]) -> Any:
-    """Return the outputs and residuals under the baseline; `None` if it does not run, which is its outcome."""
+    """Return the outputs and residuals under the baseline; `None` if it does not run."""
     try:
         return oracle.saver_of(oracle.baseline)(*primals)
     except Exception as error:  # noqa: BLE001 - kernels may raise anything

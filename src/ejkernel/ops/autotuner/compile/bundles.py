@@ -263,7 +263,7 @@ def aimed_calls(
     max_candidates: int,
     doing: str,
 ) -> Iterator[tuple[Invocation[Any, Any], list[Any]]]:
-    """Yield each call for a target, with its candidates; warn of a call without any, for which `doing` has no work."""
+    """Yield each call for a target, with its candidates; warn that there is nothing to do (`doing`) without any."""
     for inv in calls:
         aimed = dataclasses.replace(inv.abstract(), device=target.fingerprint).representative
         configs = _candidates(aimed, candidates, max_candidates)

@@ -19,7 +19,7 @@ _SHOWN: Final = 5  # configurations of a call
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedCalls:
-    """What `autotune(..., target=...)` returns. Nothing in it is measured.
+    """The result of `autotune(..., target=...)`: estimates or a bundle, without measurements.
 
     Attributes:
         device: Fingerprint of the device.

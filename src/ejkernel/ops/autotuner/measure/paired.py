@@ -86,7 +86,7 @@ class PairedComparison:
 
 
 def margin_of(clock: str, *, takes_more: bool) -> float:
-    """Return the share of the incumbent's time by which a challenger must be faster.
+    """Return how much faster a challenger must be, as a share of the incumbent's time.
 
     Args:
         clock: `clock` or `processor`, the clock of the times.

@@ -15,12 +15,12 @@ from ejkernel.ops.autotuner.bench.confirmation import confirm, pair_fault
 from ejkernel.ops.autotuner.bench.gradients import rule_fault
 from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
 from ejkernel.ops.autotuner.measure.memory import more_bytes, preferred
-from ejkernel.ops.autotuner.measure.paired import MARGIN, PairedComparison, PairedSampling, compare, margin_of
+from ejkernel.ops.autotuner.measure.paired import MARGIN, PairedComparison, PairedSampling, compare
 from ejkernel.ops.autotuner.measure.sampling import CLOCK, PROCESSOR, Sampling, SamplingPlan
 from ejkernel.ops.autotuner.tasks.pool import FINALISTS, Budget, Pool
 from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.candidates import Candidate
-from ejkernel.ops.autotuner.trials.challenge import Challenge, costly_bytes
+from ejkernel.ops.autotuner.trials.challenge import Challenge, costly_bytes, least_lead
 from ejkernel.ops.autotuner.trials.status import FAULTY, Status
 from ejkernel.ops.core.examples import why_not_finite
 from ejkernel.ops.core.kernel import overrides
@@ -281,9 +281,7 @@ def _clock(candidate: Candidate) -> str:
 
 
 def _margin(challenger: Candidate, winner: Candidate) -> float:
-    """Return the share of the winner's time by which a candidate's must be shorter to count as such."""
-    is_costly = costly_bytes(challenger, winner) > 0
-    return margin_of(_clock(challenger), takes_more=True) if is_costly else MARGIN
+    return least_lead(challenger, winner, _clock(challenger))
 
 
 def _at_first_look(challenger: Candidate, *, takes_more: bool) -> PairedComparison:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.memory import more_bytes
-from ejkernel.ops.autotuner.measure.paired import MARGIN, PairedComparison
+from ejkernel.ops.autotuner.measure.paired import MARGIN, PairedComparison, margin_of
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.trials.status import CameOut, SearchState
 from ejkernel.ops.utils.formatting import compact, durations, size
@@ -146,6 +146,16 @@ def costly_bytes(one: _Timed, other: _Timed) -> int:
     """
     method = "" if one.measurement is None else one.measurement.method
     return more_bytes(one.peak_bytes, other.peak_bytes) if method in (_WALL, PROCESSOR) else 0
+
+
+def least_lead(one: _Timed, other: _Timed, clock: str) -> float:
+    """Return how much faster than another a program must be to count as faster, as a share of the other's time.
+
+    Args:
+        one, other: The programs.
+        clock: The timer of their times.
+    """
+    return margin_of(clock, takes_more=True) if costly_bytes(one, other) else MARGIN
 
 
 def clock_of(outcomes: Sequence[_Timed]) -> str:

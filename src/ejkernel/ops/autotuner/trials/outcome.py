@@ -12,14 +12,13 @@ from typing import Any
 
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.memory import more_bytes
-from ejkernel.ops.autotuner.measure.paired import MARGIN, margin_of
 from ejkernel.ops.autotuner.measure.sampling import Case, named_cases
 from ejkernel.ops.autotuner.trials.challenge import (
     Challenge,
     clock_of,
-    costly_bytes,
     is_by_another,
     labelled,
+    least_lead,
     to_decide,
 )
 from ejkernel.ops.autotuner.trials.programs import Outcome as Outcome
@@ -173,8 +172,7 @@ class Findings(Shown):
         if self.is_kept and self.progress.state == SearchState.PARTIAL:
             return "not confirmed yet"
         more = more_bytes(outcome.peak_bytes, self.winner.peak_bytes)
-        is_costly = costly_bytes(outcome, self.winner) > 0
-        margin = margin_of(clock_of(self.outcomes), takes_more=True) if is_costly else MARGIN
+        margin = least_lead(outcome, self.winner, clock_of(self.outcomes))
         if mine >= best * (1 - margin):
             return f"within {margin:.0%} of the chosen one{f', and takes {size(more)} more memory' if more else ''}"
         # The winner and its rival have more samples, of the confirmation run.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request for a configuration: a method for each tier that answers from what is given, remembered or saved."""
+"""One request for a configuration, with a method for each tier of given, remembered or saved configurations."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Request:
         return misfit or found
 
     def saved(self, tier: Tier, wanted: Action) -> Answer:
-        """Return the first saved configuration whose action under the stale policy is `wanted`."""
+        """Return the first saved configuration with the action `wanted` under the stale policy."""
         if self.persistent is None:
             return "the chain has no persistent cache"
         if self.key is None:
