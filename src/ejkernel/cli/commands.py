@@ -213,7 +213,7 @@ def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
     _check_unused(options, "--compile-only", "cache", "as_json", "verbose")
     if device != "here" and not options["in_process"]:
         _leave_devices_alone()
-    from ejkernel.cli.compile import run_compile
+    from ejkernel.cli.elsewhere import run_compile
     from ejkernel.cli.tune import TuneOptions
 
     run_compile(TuneOptions(**options), device, output)
@@ -225,7 +225,7 @@ def _estimate(options: dict[str, Any], device: str, output: Path | None) -> int:
         raise click.UsageError("--estimate needs MODULE:FUNCTION or --shapes, and --target, and has no --output.")
     _check_unused(options, "--estimate")
     _leave_devices_alone()
-    from ejkernel.cli.estimate import run_estimate
+    from ejkernel.cli.elsewhere import run_estimate
     from ejkernel.cli.tune import TuneOptions
 
     return run_estimate(TuneOptions(**options), device)
