@@ -29,12 +29,10 @@ from tests.ops.sealing import change_object
 
 from ejkernel import settings
 from ejkernel.ops.config import _files, entries
-from ejkernel.ops.config.cache import Overlay
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
-from ejkernel.ops.utils import fingerprint
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.storage.serialize import sealed_object
 from ejkernel.ops.utils.values.nameable import nameable
@@ -772,38 +770,6 @@ def test_a_put_of_fields_that_do_not_fit_their_types_warns_at_once(cache):
 def test_putting_a_readable_value_does_not_warn(cache, config):
     cache.put(KEY, config)
     assert cache.get(KEY) == config
-
-
-# --- earlier names of a device ---
-
-
-@pytest.fixture
-def renamed(monkeypatch):
-    monkeypatch.setattr(fingerprint, "_cpu_names", lambda: ("epyc_25_17_1_x2", "epyc_x2"))
-    return KEY._replace(device="cpu:epyc_25_17_1_x2"), KEY._replace(device="cpu:epyc_x2")
-
-
-def test_entries_under_an_earlier_name_of_the_device_are_found(cache, renamed):
-    now, before = renamed
-    cache.put(before, CFG)
-    assert cache.get(now) == CFG
-    assert cache.load(now).key == before
-    assert cache.load(now._replace(device="cpu:epyc_x4")) is None
-    assert cache.remove(now)
-    assert now not in cache
-
-
-def test_an_entry_under_the_devices_name_ranks_before_one_under_an_earlier_name(cache, renamed):
-    now, before = renamed
-    cache.put(before, CFG)
-    cache.put(now, FwdParams(q_blocksize=128))
-    assert cache.get(now) == FwdParams(q_blocksize=128)
-    assert cache.get(before) == CFG
-
-
-def test_an_overlay_has_the_configurations_under_an_earlier_name_of_the_device(renamed):
-    now, before = renamed
-    assert Overlay({before: CFG}).lookup(now) == CFG
 
 
 def test_a_folder_that_is_a_file_is_one_warning_with_its_name(tmp_path, monkeypatch):

@@ -67,7 +67,7 @@ def device_fingerprint(device: jax.Device | None = None) -> str:
     if device is None:
         device = default_device()
     kind = platform_kind(device.platform)
-    return f"cpu:{_cpu_names()[0]}" if kind == "cpu" else fingerprint_of(kind, device.device_kind)
+    return f"cpu:{_cpu_name()}" if kind == "cpu" else fingerprint_of(kind, device.device_kind)
 
 
 def device_called(fingerprint: str) -> jax.Device | None:
@@ -124,15 +124,9 @@ def platform_fingerprint(name: str) -> str:
         return f"{kind}:amd_unknown" if name.lower() == "rocm" else f"{kind}:unknown"
 
 
-def former_names(device: str) -> tuple[str, ...]:
-    """Return the names under which earlier versions saved configurations of this process's device `device`."""
-    name, former = _cpu_names()
-    return (f"cpu:{former}",) if device == f"cpu:{name}" and former != name else ()
-
-
 @functools.cache
-def _cpu_names() -> tuple[str, str]:
-    """Return the name of this machine's processor, and its name in earlier versions.
+def _cpu_name() -> str:
+    """Return the name of this machine's processor.
 
     The number of cores available to this process is part of it, because it affects performance.
     """
@@ -140,14 +134,14 @@ def _cpu_names() -> tuple[str, str]:
     info = file.read_text(errors="replace").partition("\n\n")[0] if file.exists() else ""  # of the first core
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     model = _slug(_line_of(info, "model name"), "")
-    former = model or _slug(platform.processor() or platform.machine())
-    is_told = any(_MODEL_NUMBER.fullmatch(word) for word in model.split("_"))
+    words = [model or _slug(platform.processor() or platform.machine())]
     # Virtual machines often hide the model (`Intel Xeon Processor`, `AMD EPYC`), and ARM processors have no model name:
     # other numbers tell their generation.
-    x86 = [_line_of(info, field) for field in ("cpu family", "model", "stepping")]
-    numbers = x86 if all(x86) else [_line_of(info, field) for field in ("CPU implementer", "CPU part")]
-    hidden = [] if is_told else [number.removeprefix("0x").lower() for number in numbers if number]
-    return f"{'_'.join([former, *hidden])}_x{cores}", f"{former}_x{cores}"
+    if not any(_MODEL_NUMBER.fullmatch(word) for word in model.split("_")):
+        x86 = [_line_of(info, field) for field in ("cpu family", "model", "stepping")]
+        numbers = x86 if all(x86) else [_line_of(info, field) for field in ("CPU implementer", "CPU part")]
+        words += [number.removeprefix("0x").lower() for number in numbers if number]
+    return f"{'_'.join(words)}_x{cores}"
 
 
 # Two digits at least, as in 8488c, 9r14 or 7950x; unlike 2 and 20ghz in `Intel Xeon CPU @ 2.20GHz`.
