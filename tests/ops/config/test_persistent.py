@@ -791,6 +791,15 @@ def test_a_file_system_may_return_a_few_bytes_at_a_time(cache, monkeypatch):
     assert cache.get(KEY, type(CFG)) == CFG
 
 
+def test_a_file_read_in_pieces_may_have_as_many_bytes_as_allowed(tmp_path, monkeypatch):
+    file, read = tmp_path / "file", os.read
+    file.write_bytes(b"x" * 20)
+    monkeypatch.setattr(os, "read", lambda descriptor, most: read(descriptor, min(most, 7)))
+    assert _files.read_file(file, 20) == b"x" * 20
+    with pytest.raises(_files.UnusableError, match="more than 19 bytes"):
+        _files.read_file(file, 19)
+
+
 def test_a_table_shows_the_parts_of_a_key_in_separate_columns():
     assert entries.key_cells(KEY) == ("gpu:nvidia_h200", "matmul@v1", "0123456789abcdef")
     assert entries.key_cells(("a", "b")) == ("", "", "('a', 'b')")

@@ -81,6 +81,12 @@ def test_a_processor_with_a_hidden_model_is_named_by_its_generation(monkeypatch,
     assert named_from(monkeypatch, tmp_path / "cpuinfo").rpartition("_x")[0] == name
 
 
+def test_the_cores_of_a_system_without_affinity_are_all_of_them(monkeypatch):
+    monkeypatch.delattr(fingerprint.os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(fingerprint.os, "cpu_count", lambda: 3)
+    assert fingerprint.cores() == [0, 1, 2]
+
+
 def named_from(monkeypatch, cpuinfo):
     monkeypatch.setattr(fingerprint, "Path", lambda name: cpuinfo)
     monkeypatch.setattr(fingerprint.platform, "processor", lambda: "")

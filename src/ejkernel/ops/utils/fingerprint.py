@@ -132,7 +132,6 @@ def _cpu_name() -> str:
     """
     file = Path("/proc/cpuinfo")
     info = file.read_text(errors="replace").partition("\n\n")[0] if file.exists() else ""  # of the first core
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     model = _slug(_line_of(info, "model name"), "")
     words = [model or _slug(platform.processor() or platform.machine())]
     # Virtual machines often hide the model (`Intel Xeon Processor`, `AMD EPYC`), and ARM processors have no model name:
@@ -141,7 +140,12 @@ def _cpu_name() -> str:
         x86 = [_line_of(info, field) for field in ("cpu family", "model", "stepping")]
         numbers = x86 if all(x86) else [_line_of(info, field) for field in ("CPU implementer", "CPU part")]
         words += [number.removeprefix("0x").lower() for number in numbers if number]
-    return f"{'_'.join(words)}_x{cores}"
+    return f"{'_'.join(words)}_x{len(cores())}"
+
+
+def cores() -> list[int]:
+    """Return the numbers of the processor cores that are available to this process."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
 
 
 # Two digits at least, as in 8488c, 9r14 or 7950x; unlike 2 and 20ghz in `Intel Xeon CPU @ 2.20GHz`.
