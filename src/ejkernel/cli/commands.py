@@ -369,7 +369,7 @@ def show(prefix: str, cache: Path | None, as_json: bool, log: str | None) -> int
     """List the saved configurations with their measurements.
 
     PREFIX is the start of a key, the start of the name of an operation, or NAME:KEY; without it, all are listed.
-    Several operations may have calls with the same key.
+    Several operations may have calls with the same key. With --log, the last search of each call is printed instead.
     """
     with no_collection():
         from ejkernel.cli.show import run_show
