@@ -187,7 +187,11 @@ class StepCheck:
         """Return the configuration in force before the search: the one saved then, else the heuristic's."""
         kernel = kernel_of(inv)
         config, entry = self.earlier.get(inv.key, (None, None))
-        if entry is not None and entry.config != now.config and is_in(candidates_of(kernel, inv.representative), config):
+        if (
+            entry is not None
+            and entry.config != now.config
+            and is_in(candidates_of(kernel, inv.representative), config)
+        ):
             return config
         return next(iter(heuristic_of(inv.representative, kernel)), None)
 
@@ -203,7 +207,9 @@ class StepCheck:
             if earlier is not None and earlier.config == to_data(config):
                 # The search of this run is the newest; it need not be repeated.
                 own = dict(earlier.measured or {})
-                measured = own | {name: measured[name] for name in ("search", "space") if name in own and name in measured}
+                measured = own | {
+                    name: measured[name] for name in ("search", "space") if name in own and name in measured
+                }
             else:
                 measured |= {"winner": measured.get("heuristic"), "speedup": 1.0, "confidence": None}
         self.saved.chain.remember(inv.key, config, call=entry.call, measured=note.added_to(measured))
