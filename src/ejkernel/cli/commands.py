@@ -154,8 +154,8 @@ def tune(**options: Any) -> int:
 
     A configuration that wins by itself may slow the whole step, above all on CPUs. The step therefore runs at the end,
     without and with the new configurations, and those that slow it are not kept; random arrays stand in for types. This
-    takes about a quarter of the time of the searches, and a fifth of --time. --check-step runs it in other cases, too:
-    with side effects, with more than 1 GiB of random arrays, on a GPU, or if it takes long.
+    takes up to a quarter of the time of the searches or a minute, and a fifth of --time. --check-step runs it in other
+    cases, too: with side effects, with more than 1 GiB of random arrays, on a GPU, or if it takes long.
 
     FILE is the text of a program lowered with EJKERNEL_OPS_STAMP=json, or such a program exported by jax.export. FILE
     and --missed are data and import nothing. They refer to kernels, functions and types of ejkernel and of the modules

@@ -8,6 +8,7 @@ loses nothing, and the next run compares the step if this one did not.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -34,7 +35,7 @@ from ejkernel.ops.utils.storage.serialize import to_data
 
 SHARE: Final = 0.2  # of the time for all calls
 _OF_SEARCHES: Final = 0.25  # of the time of the searches
-_LEAST: Final = 20.0  # seconds; a small program needs no more
+_LEAST: Final = 60.0  # seconds, or half of them beyond a time for all calls
 _STUCK: Final = 600.0  # seconds, and ten times those allowed, after which the worker is ended
 
 Entries = Mapping[ConfigKey, tuple[Any, StoredEntry]]
@@ -48,12 +49,14 @@ class Checked:
         target: The program, as typed.
         answer: The comparison.
         winners: The calls with new configurations.
+        time: When it was made.
         advice: How to compare a step that was not compared.
     """
 
     target: str
     answer: Answer
     winners: tuple[Winner, ...]
+    time: datetime.datetime
     advice: str = ""
 
     def note(self, winner: Winner) -> StepNote:
@@ -67,6 +70,7 @@ class Checked:
             low=round(answer.over["low"], 4),
             high=round(answer.over["high"], 4),
             rounds=answer.rounds,
+            time=self.time.isoformat(timespec="seconds"),
             dropped=to_data(winner.after) if why else None,
             why=f"{why} ({self.target})" if why else "",
         )
@@ -139,7 +143,13 @@ class StepCheck:
             insists=self.insists,
         )
         answer = Answer(skipped=self.why_not) if self.why_not else self._ask(question)
-        checked = Checked(target=self.program.target, answer=answer, winners=winners, advice=self._advice)
+        checked = Checked(
+            target=self.program.target,
+            answer=answer,
+            winners=winners,
+            time=datetime.datetime.now(datetime.UTC),
+            advice=self._advice,
+        )
         if not answer.skipped:
             for inv in self.found.calls:
                 for winner in winners:

@@ -24,6 +24,7 @@ class StepNote:
         before_us, after_us: Microseconds of a step without and with those new configurations that are in force.
         speedup, low, high: Their ratio, the median of the rounds, and its 95 % interval.
         rounds: The rounds of the comparison.
+        time: When it was made, in the form of ISO 8601.
         dropped: The configuration that the search of the call chose, if it is not in force, as plain data.
         why: Why it is not.
     """
@@ -35,6 +36,7 @@ class StepNote:
     low: float
     high: float
     rounds: int
+    time: str = ""
     dropped: Any = None
     why: str = ""
 
