@@ -68,7 +68,7 @@ _target: contextvars.ContextVar[_Target] = contextvars.ContextVar("target", defa
 def lowering(ctx: Any) -> contextlib.AbstractContextManager[None]:
     """Make the target of the program under way available to the functions below."""
     context = ctx.module_context.axis_context
-    span = span_of_context(context, _spreads(context))
+    span = None if jax.process_count() == 1 else span_of_context(context, _spreads(context))
     return setting(_target, _Target(lowering_platforms(ctx), context, span))
 
 

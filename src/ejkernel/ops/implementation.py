@@ -308,6 +308,7 @@ class Implementations(Mapping[str, Implementation[Any]]):
 
 
 def _loaded(name: str, declared: Declared) -> Implementation[Any]:
+    found: Any = declared
     if isinstance(declared, LazyImplementation):
         module, _, attribute = declared.target.partition(":")
         try:
@@ -317,8 +318,6 @@ def _loaded(name: str, declared: Declared) -> Implementation[Any]:
             raise UnsupportedError(
                 f"implementation={name!r} needs {module}, which cannot be imported: {error_text(error)}"
             ) from error
-    else:
-        found = declared
     if not isinstance(found, Implementation) or found.name != name:
         raise KernelError(
             f"implementations must map each name to the Implementation with that name, got {name!r}: {found!r}."

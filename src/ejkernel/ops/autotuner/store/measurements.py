@@ -303,14 +303,12 @@ class MeasurementStore(Shown):
             seen.add(name)
             try:
                 raw = read()
-                if raw is None:
-                    continue
-                log = _log(name, raw, Path(place) if isinstance(place, str) else None)
+                log = None if raw is None else _log(name, raw, Path(place) if isinstance(place, str) else None)
             except UnusableError as error:
                 warn_of(f"{name} (in memory)" if place is None else str(place), error)
             else:
                 # Two operations may share a folder, because folder names drop some characters.
-                if op is None or log.key.op == op:
+                if log is not None and op in (None, log.key.op):
                     yield log
 
     def _places(self, op: str | None) -> Iterator[tuple[str, Any, Callable[[], bytes | None]]]:

@@ -95,8 +95,7 @@ def describe(value: object) -> Any:
     if is_array(value):
         aval = abstract(value)
         shape = [dim if isinstance(dim, int) else str(dim) for dim in aval.shape]  # a symbolic dimension has a name
-        described: dict[str, Any] = {"array": [str(aval.dtype), shape]}
-        return described | {"weak": True} if aval.weak_type else described
+        return {"array": [str(aval.dtype), shape]} | ({"weak": True} if aval.weak_type else {})
     if value is None or type(value) is bool:
         return value
     if type(value) is str:
@@ -135,8 +134,6 @@ def describe_static(value: Any) -> Any:
     kind: Any = type(value)
     if kind in _EXACT:
         return _EXACT[kind](value)
-    if _is_dtype(value):
-        return {"dtype": str(np.dtype(value))}
     if is_array(value) or wraps_array(value):
         raise UnstableKeyError(
             f"{value_text(value)} is an array inside a static argument, but keys do not contain array values; pass the "
@@ -164,7 +161,9 @@ def _describe_container(value: Any, describe: Callable[[Any], Any]) -> Any:
     return None
 
 
-def _describe_object(value: object) -> Any:
+def _describe_object(value: Any) -> Any:
+    if _is_dtype(value):
+        return {"dtype": str(np.dtype(value))}
     if type(value) is slice:
         return {"slice": [describe_static(part) for part in (value.start, value.stop, value.step)]}
     if type(value) is functools.partial and not vars(value):
