@@ -349,11 +349,11 @@ compat.register_batching(call_p, _batch)
 
 def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
     wrt = tuple(not compat.is_zero_tangent(tangent) for tangent in tangents)
-    fixed = len(primals) - call.linear
-    if call.linear and not any(wrt[:fixed]):  # a function linear in all varying arguments is its own derivative
-        given = [compat.without_symbolic_zeros(tangent) for tangent in tangents[fixed:]]
+    # A function linear in all varying arguments is its own derivative.
+    if call.linear and not any(wrt[: -call.linear]):
+        given = [compat.without_symbolic_zeros(tangent) for tangent in tangents[-call.linear :]]
         out = call_p.bind(*primals, call=call)
-        return out, call_p.bind(*primals[:fixed], *given, call=call)
+        return out, call_p.bind(*primals[: -call.linear], *given, call=call)
     return _differentiate(primals, [t for t, has in zip(tangents, wrt, strict=True) if has], wrt, call)
 
 
