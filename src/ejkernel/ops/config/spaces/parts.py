@@ -200,7 +200,7 @@ class Part:
             once = Effort(min(_ONCE * len(self.axes), effort.left))
             effort.left -= once.left
             yield from itertools.islice(self._search(self._order, once, rng), 1)
-            effort.left += max(once.left, 0)
+            effort.left += once.left
 
     def _changed(self, starts: Sequence[Point], rng: random.Random, count: int) -> Iterator[Point]:
         """Yield up to `count` valid points that differ on one or two axes from a start, or from another such point."""
