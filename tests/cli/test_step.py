@@ -238,6 +238,7 @@ def test_the_search_of_a_dropped_winner_shows_what_is_in_force(program, capsys, 
     assert "heuristic kept: 8.00x by itself" in log.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_the_other_winners_stay(program, capsys, slower):
     _, out, _ = tune(capsys, "wide", "--json")
     assert repeats() == {64: 8, 32: 1}
@@ -248,6 +249,7 @@ def test_the_other_winners_stay(program, capsys, slower):
     assert sorted(bool(note.why) for note in notes) == [False, True]
 
 
+@pytest.mark.slow
 def test_what_was_saved_before_is_restored(program, capsys, slower, monkeypatch):
     monkeypatch.setenv("STEP_CANDIDATES", "2")
     tune(capsys, "step")
@@ -260,6 +262,7 @@ def test_what_was_saved_before_is_restored(program, capsys, slower, monkeypatch)
     assert "1 call already tuned" in tune(capsys, "step")[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "reason"), [("types", "random arrays for its arguments"), ("printing", "it has side effects")]
 )
