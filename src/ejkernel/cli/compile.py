@@ -50,4 +50,3 @@ def run_compile(options: TuneOptions, device: str, output: Path) -> None:
         f"{compiled} of {counted(len(made), 'candidate')} compiled in {time.monotonic() - started:.1f} s, "
         f"written to {output}; measure them on the machine with the device: {measure}",
     )
-
