@@ -148,8 +148,9 @@ def works_of(what: str) -> Works:
     return {f"{name}, {use}": functools.partial(calls_of, model, use) for name, model, use in USES}
 
 
-def aimed(find: Callable[[], list[Invocation[Any, Any]]], target: Target) -> list[Invocation[Any, Any]]:
-    """Return calls as they are on the target."""
+def aimed(find: Callable[[], list[Invocation[Any, Any]]], target: Target | None = None) -> list[Invocation[Any, Any]]:
+    """Return calls as they are on the target, by default `TARGET`."""
+    target = target or Target.named(TARGET)
     with target.entered():
         found = find()
     return [dataclasses.replace(inv.abstract(), device=target.fingerprint) for inv in found]
