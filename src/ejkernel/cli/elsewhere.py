@@ -35,7 +35,8 @@ def run_compile(options: TuneOptions, device: str, output: Path) -> None:
     source = Source.of(options.target, options.imports, shapes=options.shapes, platform=aim.platform)
     found = _found(source, aim, console)
     started = time.monotonic()
-    processes = _processes(aim) if options.compile_processes is None else options.compile_processes
+    # By default one per core, so that a crash costs only its candidate.
+    processes = default_width() if options.compile_processes is None else options.compile_processes
     # Calls that share a configuration need the same candidates, because each must measure all of them.
     candidates = shared_candidates(found.sets, aim) if found.sets else None
     with bars(console, [inv.op_id for inv in found.calls], "compiling", measures=False) as shown:
@@ -53,14 +54,6 @@ def run_compile(options: TuneOptions, device: str, output: Path) -> None:
         f"{compiled} of {counted(len(made), 'candidate')} compiled in {time.monotonic() - started:.1f} s, "
         f"written to {output}; measure them on the machine with the device: {measure}",
     )
-
-
-def _processes(aim: Target) -> int:
-    """Return the number of compile processes: one per core, so that a crash costs only its candidate.
-
-    For an accelerator of this machine the result is 0 (threads), because it may admit only one process.
-    """
-    return default_width() if aim.description or aim.platform == "cpu" else 0
 
 
 def run_estimate(options: TuneOptions, device: str) -> int:

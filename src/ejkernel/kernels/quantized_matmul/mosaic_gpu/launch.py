@@ -76,12 +76,12 @@ def _few_rows(
 
     plan, (x, w, *x_scale, w_scale) = few_rows_plan(call, params), arrays
     with jax.enable_x64(False):  # the kernel counts in int32
-        room, columns = call.rows + ROWS, call.columns
+        columns = call.columns
         if plan.wide:
             x, of_rows = _fitting(x, plan.dtype)
-            of_rows = jnp.pad(of_rows, (0, room - call.rows))
+            of_rows = jnp.pad(of_rows, (0, ROWS - call.rows))
         else:
-            of_rows = _factors(x_scale[0], (call.rows,), call.x_block or (), room)
+            of_rows = _factors(x_scale[0], (call.rows,), call.x_block or (), ROWS)
         of_columns = _factors(w_scale, (columns,), call.w_block or (), plan.factors)
         x, w = (_padded(array, (_whole_tiles(len(array)), plan.inner)) for array in (x, w))
         return multiply(plan, x, w, of_rows, of_columns, interpret=interpret)[:, :columns]
