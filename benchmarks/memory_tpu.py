@@ -122,21 +122,19 @@ class _Launches:
         """Trace a call."""
         import jax
 
-        from ejkernel.kernels.flash_attention.pallas_tpu import backward, forward, launch, memory
+        from ejkernel.kernels.flash_attention.pallas_tpu import backward, forward, launch
 
         call, operands = described(case)
         rules, params = call.rules, params_of(case)  # a window that hides no key is none
-        places = ((forward, "forward"), (backward, "backward_of_keys"), (backward, "backward_of_queries"))
-        own = [(module, name, getattr(module, name)) for module, name in places]
-        limit = memory.limit
-
-        def noted(need: Any) -> int:
-            self.estimates.append(need)
-            return limit(need)
-
-        memory.limit = noted
-        for module, name, function in own:
-            setattr(module, name, self._recording(function))
+        places = (
+            (forward, "forward", self._recording),
+            (backward, "backward_of_keys", self._recording),
+            (backward, "backward_of_queries", self._recording),
+            (launch, "limit_to_pass", self._noting),
+        )
+        own = [(module, name, getattr(module, name)) for module, name, _ in places]
+        for module, name, observed in places:
+            setattr(module, name, observed(getattr(module, name)))
         try:
             if case["direction"] == "forward":
                 jax.eval_shape(lambda operands: launch.forward(operands, rules, params), operands)
@@ -149,10 +147,16 @@ class _Launches:
                     *(operands, (out, lse), out),
                 )
         finally:
-            memory.limit = limit
             for module, name, function in own:
                 setattr(module, name, function)
         return self
+
+    def _noting(self, limit: Any) -> Any:
+        def run(need: Any) -> Any:
+            self.estimates.append(need)
+            return limit(need)
+
+        return run
 
     def _recording(self, function: Any) -> Any:
         def run(arrays: Any, ids: Any, *args: Any, **options: Any) -> Any:
@@ -176,14 +180,14 @@ def used(case: dict[str, Any]) -> list[int]:
     import jax
     from jax.experimental import topologies
 
-    from ejkernel.kernels.flash_attention.pallas_tpu import choices
+    from ejkernel.kernels._vector_memory import share_of
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=attention_tpu.TOPOLOGIES[case["chip"]])
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
     call, _ = described(case)
     found = []
     for function, arrays, ids, (args, options) in _Launches().of(case).found:
-        options["memory"] = choices.capacity(call) * 4 // 3  # all of it, so that low estimates are measured, too
+        options["memory"] = share_of(call) * 4 // 3  # all of it, so that low estimates are measured, too
         given = [
             None if pair is None else tuple(jax.ShapeDtypeStruct(*one, sharding=sharding) for one in pair)
             for pair in (arrays, ids)

@@ -23,7 +23,7 @@ from ejkernel.kernels._row_norms.pallas import Pallas
 from ejkernel.kernels._vector_memory import larger, limit_of
 from ejkernel.kernels.flash_attention import _splash_memory, splash
 from ejkernel.kernels.flash_attention.common import Operands, Rules, describe
-from ejkernel.kernels.flash_attention.pallas_tpu import choices, memory
+from ejkernel.kernels.flash_attention.pallas_tpu import choices, launch
 from ejkernel.kernels.flash_attention.pallas_tpu.implementation import PallasTpu
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
 from ejkernel.kernels.grouped_matmul.megablox import Megablox, MegabloxWgrad
@@ -155,8 +155,8 @@ OWN = ATTENTION | {
 @pytest.mark.parametrize("case", OWN)
 def test_our_attention_compiles_within_the_estimate(sharding, case, backward, monkeypatch):
     """Each kernel's estimate, with a margin, is passed to the compiler as its limit."""
-    rules, limits, estimated = OWN[case]["rules"], [], memory.limit
-    monkeypatch.setattr(memory, "limit", lambda need: limits.append(need) or estimated(need))
+    rules, limits, estimated = OWN[case]["rules"], [], launch.limit_to_pass
+    monkeypatch.setattr(launch, "limit_to_pass", lambda need: limits.append(need) or estimated(need))
     operands, (out, lse) = attention_operands(sharding, **OWN[case])
     implementation = PallasTpu()
     call = describe(operands, rules, platform="tpu", fingerprint=chip_of(sharding), backward=backward)
