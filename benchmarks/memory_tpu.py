@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import math
 import random
-import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from typing import Any
 
 from benchmarks import attention_tpu
 from benchmarks.drawn_tpu import Draws
+from ejkernel import compat
 
 _DEVICES = {"v5e": "tpu:tpu_v5_lite", "v5p": "tpu:tpu_v5", "v6e": "tpu:tpu_v6_lite"}
 _WINDOWS: dict[str, dict[str, int]] = {
@@ -34,7 +34,6 @@ _WINDOWS: dict[str, dict[str, int]] = {
 _MASKS = ("causal", "causal", "causal", "full", "full", "window 512", "window 1024", *_WINDOWS)
 _DIMS = (64, 72, 80, 96, 112, 128, 128, 128, 160, 192, 240, 256)
 _LENGTHS = (128, 300, 777, 1024, 1500, 2048, 2048, 3000, 4096, 4096, 4099, 8192, 16_384)
-KERNEL = 'custom_call_target="tpu_custom_call"'
 _LEAST = 160 << 20  # bytes of an array; a chip has 128 MiB of vector memory at most
 
 
@@ -193,27 +192,12 @@ def used(case: dict[str, Any]) -> list[int]:
             for pair in (arrays, ids)
         ]
         run = jax.jit(functools.partial(_run, function, args, options))
-        found.append(used_memory(str(run.lower(*given).compile().as_text())))
+        found += compat.vector_memory(str(run.lower(*given).compile().as_text()))
     return found
 
 
 def _run(function: Any, args: Any, options: dict[str, Any], arrays: Any, ids: Any) -> Any:
     return function(arrays, ids, *args, **options)
-
-
-def used_memory(text: str) -> int:
-    """Return the bytes of vector memory of a compiled program's kernel."""
-    (part,) = text.split(KERNEL)[1:]
-    return used_by_kernel(part)
-
-
-def used_by_kernel(part: str) -> int:
-    """Return the bytes of vector memory of a kernel, from the text of a program after its name."""
-    scope = re.search(r'"scoped_memory_configs":\[.*?"offset":"(\d+)"', part)
-    size = re.search(r'"used_scoped_memory_configs":\[.*?"size":"(\d+)"', part)
-    assert scope is not None
-    assert size is not None
-    return int(size[1]) - int(scope[1])
 
 
 # --- in the caller ---

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import re
 
 import jax
 import pytest
@@ -53,13 +52,7 @@ def sharding(request):
 
 def used_memory(function, *args):
     """Return the bytes of vector memory of each kernel in a program compiled for a TPU."""
-    text = jax.jit(function).lower(*args).compile().as_text()
-    found = []
-    for part in text.split('custom_call_target="tpu_custom_call"')[1:]:
-        # XLA may keep other arrays below the kernel's scope; what is used counts from 0
-        scope = re.search(r'"scoped_memory_configs":\[.*?"offset":"(\d+)"', part)[1]
-        used = re.search(r'"used_scoped_memory_configs":\[.*?"size":"(\d+)"', part)[1]
-        found.append(int(used) - int(scope))
+    found = compat.vector_memory(jax.jit(function).lower(*args).compile().as_text())
     assert found, "the program has no kernel"
     return found
 
