@@ -65,8 +65,8 @@ def splash_forward(
         interpret: Whether to run the kernel in the interpreter.
     """
     kernel = _kernel(mask, blocks, None, soft_cap, interpret)
-    given, options = (kernel.fwd_mask_info, *arrays, _segment_ids(segments), None), kernel.kwargs
-    run = functools.partial(_kernels()._splash_attention_forward, **options)
+    given = (kernel.fwd_mask_info, *arrays, _segment_ids(segments), None)
+    run = functools.partial(_kernels()._splash_attention_forward, **kernel.kwargs)
     out, residuals = unchecked(lambda: limited(run, given, memory), arrays[0])
     lse = residuals["logsumexp"] if isinstance(residuals, dict) else residuals[0]
     return out, lse

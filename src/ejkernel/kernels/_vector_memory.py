@@ -84,11 +84,11 @@ def share_of(call: OperationCall) -> int:
 
 
 def limit_to_pass(need: Need) -> int:
-    """Return the limit to pass to the compiler: a margin costs nothing, and saves a kernel whose estimate is too low.
+    """Return the limit to pass to the compiler: twice the estimate, so a kernel whose estimate is too low compiles.
 
     The compiler accepts a limit above the chip's memory, and refuses a kernel that takes more than there is.
     """
-    return max(USUAL_LIMIT, need.most * 5 // 4)
+    return max(USUAL_LIMIT, 2 * need.most)
 
 
 def larger(*needs: Need) -> Need:

@@ -306,7 +306,7 @@ def test_estimates_of_memory_depend_on_what_a_kernel_reads():
 
 def test_the_compilers_limit_has_a_margin_above_the_estimate():
     assert limit_to_pass(Need(0, 2**20)) == limit_to_pass(Need(0, 2**23)) == 2**24
-    assert limit_to_pass(Need(0, 2**25)) == 2**25 * 5 // 4
+    assert limit_to_pass(Need(0, 2**25)) == 2**26
 
 
 def test_the_space_of_float32_has_no_large_tiles():
