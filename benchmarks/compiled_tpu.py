@@ -28,9 +28,11 @@ _IMPLEMENTATIONS = {
     "paged_attention": ("xla", "tpu_ragged", "tpu_ragged"),
     "quantized_matmul": ("xla",),
     "quantized_grouped_matmul": ("xla",),
+    "quantize_both": ("xla",),
     "linear_cross_entropy": ("xla",),
 }
 _TARGETS = {chip: f"tpu_{chip}" for chip in (*attention_tpu.TOPOLOGIES, "v4")} | {"tpu7x": "tpu7x"}
+_HEAD_DIMS = (64, 128, 40, 72, 136, 200)
 _NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -53,13 +55,17 @@ def _dtype(dice: random.Random) -> str:
 
 
 def _attention(dice: random.Random) -> dict[str, Any]:
-    heads = dice.choice((1, 2, 8))
-    case: dict[str, Any] = {"batch": dice.choice((1, 2)), "heads": heads * dice.choice((1, 4)), "kv_heads": heads}
-    queries, head_dim = _size(dice, 1, 8192), dice.choice((64, 128, dice.randint(8, 256)))
+    heads, batch = dice.choice((1, 2, 3, 5, 8)), 0 if dice.random() < 0.02 else dice.choice((1, 2, 3))
+    case: dict[str, Any] = {"batch": batch, "heads": heads * dice.choice((1, 3, 4, 7)), "kv_heads": heads}
+    queries = 1 if dice.random() < 0.05 else _size(dice, 1, 8192)
+    head_dim = dice.choice((*_HEAD_DIMS, dice.randint(8, 256)))
     case |= {"queries": queries, "head_dim": head_dim, "causal": dice.random() < 0.5}
     case |= {"keys": dice.choice((queries, queries, _size(dice, 1, 8192)))}
-    case |= {"window": dice.choice((None, None, _size(dice, 1, 2048))), "soft_cap": dice.choice((None, None, 30.0))}
-    case |= {"value_dim": dice.choice((head_dim, head_dim, dice.randint(8, 256))), "segments": dice.random() < 0.25}
+    case |= {"window": dice.choice((None, None, _size(dice, 1, 16_384))), "soft_cap": dice.choice((None, None, 30.0))}
+    case |= {
+        "value_dim": dice.choice((head_dim, head_dim, *_HEAD_DIMS[:2], dice.randint(8, 256))),
+        "segments": dice.random() < 0.25,
+    }
     return case | {"key_lengths": dice.random() < 0.2, "dtype": _dtype(dice)}
 
 
@@ -73,6 +79,7 @@ def _grouped(dice: random.Random) -> dict[str, Any]:
 
 def _norm(dice: random.Random) -> dict[str, Any]:
     case: dict[str, Any] = {"rows": _size(dice, 1, 20_000), "dim": _size(dice, 8, 40_000)}
+    case |= {"quantize": dice.choice(_NARROW[:2]) if dice.random() < 0.3 else None}
     return case | {"residual": dice.random() < 0.5, "dtype": _dtype(dice)}
 
 
@@ -83,7 +90,7 @@ def _paged(dice: random.Random) -> dict[str, Any]:
         "sequences": dice.choice((1, 4, 32)),
         "kv_heads": kv_heads,
     }
-    case |= {"heads": kv_heads * dice.choice((1, 2, 5, 8)), "head_dim": dice.choice((64, 128, 128, 128, 256))}
+    case |= {"heads": kv_heads * dice.choice((1, 2, 5, 8)), "head_dim": dice.choice((64, 128, 128, 128, 256, 72))}
     case |= {"page": dice.choice((16, 32, 64, 128)), "pages_per_sequence": dice.choice((3, 16, 100))}
     case |= {"window": dice.choice((None, None, 300)), "soft_cap": dice.choice((None, None, 30.0))}
     case |= {"dtype": dice.choice(("bfloat16", "bfloat16", "float32"))}
@@ -99,7 +106,15 @@ def _quantized(dice: random.Random) -> dict[str, Any]:
 
 
 def _quantized_grouped(dice: random.Random) -> dict[str, Any]:
-    return _quantized(dice) | {"groups": dice.choice((1, 8, 32)), "inner": dice.choice((128, 1024, 2048))}
+    case = _quantized(dice) | {"groups": dice.choice((1, 3, 8, 32)), "inner": dice.choice((128, 640, 1024, 2048))}
+    activation = "silu" if "bfloat16" not in (case["x"], case["w"]) and dice.random() < 0.4 else None
+    case |= {"activation": activation, "gate": dice.random() < 0.5}
+    return case | {"quantize": dice.choice((None, *_NARROW[:2]))}
+
+
+def _both(dice: random.Random) -> dict[str, Any]:
+    case: dict[str, Any] = {"rows": _size(dice, 1, 8192), "columns": _size(dice, 8, 8192), "dtype": _dtype(dice)}
+    return case | {"to": dice.choice(_NARROW)}
 
 
 def _loss(dice: random.Random) -> dict[str, Any]:
@@ -121,6 +136,7 @@ _DRAWS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "paged_attention": _paged,
     "quantized_matmul": _quantized,
     "quantized_grouped_matmul": _quantized_grouped,
+    "quantize_both": _both,
     "linear_cross_entropy": _loss,
 }
 
@@ -202,9 +218,11 @@ def _rms_norm(case: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]
 
     def run(x: Any, weight: Any, residual: Any) -> Any:
         more = {"residual": residual} if case["residual"] else {}
-        return rms_norm(x, weight, **more, implementation=case["implementation"])
+        more |= {"quantize": case["quantize"]} if case["quantize"] else {}
+        more |= {} if case["quantize"] else {"implementation": case["implementation"]}
+        return rms_norm(x, weight, **more)
 
-    return _with_gradient(run, 3), (x, weight, x)
+    return run if case["quantize"] else _with_gradient(run, 3), (x, weight, x)
 
 
 def _layer_norm(case: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -271,16 +289,31 @@ def _quantized_grouped_matmul(case: dict[str, Any]) -> tuple[Callable[..., Any],
     own = block if case["block"] else (None, -1) if case["transpose_w"] else (-1, None)
     w = _operand((case["groups"], *shape), case["w"], own)
 
+    activation = case["activation"]
+    more: dict[str, Any] = {"quantize": case["quantize"]} if activation and case["quantize"] else {}
+    more = more or {"preferred_element_type": "bfloat16"}
+
     def run(x: Any, w: Any, sizes: Any) -> Any:
         return grouped_matmul(
             *(x, w, sizes),
             transpose_rhs=case["transpose_w"],
-            preferred_element_type="bfloat16",
+            activation=activation,
+            gate=w if activation and case["gate"] else None,
             accumulation=case["accumulation"],
             implementation=case["implementation"],
+            **more,
         )
 
     return run, (x, w, _like((case["groups"],), "int32"))
+
+
+def _quantize_both(case: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    from ejkernel.modules import quantize_both
+
+    def run(x: Any) -> Any:
+        return quantize_both(x, dtype=case["to"], implementation=case["implementation"])
+
+    return run, (_like((case["rows"], case["columns"]), case["dtype"]),)
 
 
 def _operand(shape: tuple[int, ...], dtype: str, block: tuple[int | None, int | None]) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks import memory_tpu
 from benchmarks.drawn_tpu import Draws
+from ejkernel import compat
 
 _CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 _FINGERPRINTS = {"v5e": "tpu:tpu_v5_lite", "v5p": "tpu:tpu_v5", "v6e": "tpu:tpu_v6_lite", "tpu7x": "tpu:tpu7x"}
@@ -108,18 +109,13 @@ def compiled(case: dict[str, Any]) -> dict[str, Any]:
         lowered = run.lower(operands, out, lse)
     else:
         lowered = jax.jit(lambda o: implementation.attend(o, call.rules, params)).lower(operands)
-    options: dict[str, str | bool] = {
-        "xla_tpu_scoped_vmem_limit_kib": str((48 if case["chip"] in ("v5p", "tpu7x") else 96) << 10)
-    }
-    return {"used": _used(str(lowered.compile(compiler_options=options).as_text()))}
+    return {"used": _used(str(lowered.compile().as_text()))}
 
 
 def _used(text: str) -> dict[str, int]:
     """Return the bytes of each kernel, by its name in `kernels_memory`."""
-    parts = text.split(memory_tpu.KERNEL)
-    names = [re.findall(r"%splash_mha_(fwd|dkv|dq)\w*(?:\.\d+)* = ", part)[-1] for part in parts[:-1]]
-    sizes = map(memory_tpu.used_by_kernel, parts[1:])
-    return {_KERNELS[name]: size for name, size in zip(names, sizes, strict=True)}
+    names = re.findall(r"%splash_mha_(fwd|dkv|dq)\w*(?:\.\d+)* = [^\n]*tpu_custom_call", text)
+    return {_KERNELS[name]: size for name, size in zip(names, compat.vector_memory(text), strict=True)}
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:

@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import math
 import random
-import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from typing import Any
 
 from benchmarks import attention_tpu
 from benchmarks.drawn_tpu import Draws
+from ejkernel import compat
 
 _DEVICES = {"v5e": "tpu:tpu_v5_lite", "v5p": "tpu:tpu_v5", "v6e": "tpu:tpu_v6_lite"}
 _WINDOWS: dict[str, dict[str, int]] = {
@@ -34,7 +34,6 @@ _WINDOWS: dict[str, dict[str, int]] = {
 _MASKS = ("causal", "causal", "causal", "full", "full", "window 512", "window 1024", *_WINDOWS)
 _DIMS = (64, 72, 80, 96, 112, 128, 128, 128, 160, 192, 240, 256)
 _LENGTHS = (128, 300, 777, 1024, 1500, 2048, 2048, 3000, 4096, 4096, 4099, 8192, 16_384)
-KERNEL = 'custom_call_target="tpu_custom_call"'
 _LEAST = 160 << 20  # bytes of an array; a chip has 128 MiB of vector memory at most
 
 
@@ -122,21 +121,19 @@ class _Launches:
         """Trace a call."""
         import jax
 
-        from ejkernel.kernels.flash_attention.pallas_tpu import backward, forward, launch, memory
+        from ejkernel.kernels.flash_attention.pallas_tpu import backward, forward, launch
 
         call, operands = described(case)
         rules, params = call.rules, params_of(case)  # a window that hides no key is none
-        places = ((forward, "forward"), (backward, "backward_of_keys"), (backward, "backward_of_queries"))
-        own = [(module, name, getattr(module, name)) for module, name in places]
-        limit = memory.limit
-
-        def noted(need: Any) -> int:
-            self.estimates.append(need)
-            return limit(need)
-
-        memory.limit = noted
-        for module, name, function in own:
-            setattr(module, name, self._recording(function))
+        places = (
+            (forward, "forward", self._recording),
+            (backward, "backward_of_keys", self._recording),
+            (backward, "backward_of_queries", self._recording),
+            (launch, "limit_to_pass", self._noting),
+        )
+        own = [(module, name, getattr(module, name)) for module, name, _ in places]
+        for module, name, observed in places:
+            setattr(module, name, observed(getattr(module, name)))
         try:
             if case["direction"] == "forward":
                 jax.eval_shape(lambda operands: launch.forward(operands, rules, params), operands)
@@ -149,10 +146,16 @@ class _Launches:
                     *(operands, (out, lse), out),
                 )
         finally:
-            memory.limit = limit
             for module, name, function in own:
                 setattr(module, name, function)
         return self
+
+    def _noting(self, limit: Any) -> Any:
+        def run(need: Any) -> Any:
+            self.estimates.append(need)
+            return limit(need)
+
+        return run
 
     def _recording(self, function: Any) -> Any:
         def run(arrays: Any, ids: Any, *args: Any, **options: Any) -> Any:
@@ -176,40 +179,25 @@ def used(case: dict[str, Any]) -> list[int]:
     import jax
     from jax.experimental import topologies
 
-    from ejkernel.kernels.flash_attention.pallas_tpu import choices
+    from ejkernel.kernels._vector_memory import share_of
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=attention_tpu.TOPOLOGIES[case["chip"]])
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
     call, _ = described(case)
     found = []
     for function, arrays, ids, (args, options) in _Launches().of(case).found:
-        options["memory"] = choices.capacity(call) * 4 // 3  # all of it, so that low estimates are measured, too
+        options["memory"] = share_of(call) * 4 // 3  # all of it, so that low estimates are measured, too
         given = [
             None if pair is None else tuple(jax.ShapeDtypeStruct(*one, sharding=sharding) for one in pair)
             for pair in (arrays, ids)
         ]
         run = jax.jit(functools.partial(_run, function, args, options))
-        found.append(used_memory(str(run.lower(*given).compile().as_text())))
+        found += compat.vector_memory(str(run.lower(*given).compile().as_text()))
     return found
 
 
 def _run(function: Any, args: Any, options: dict[str, Any], arrays: Any, ids: Any) -> Any:
     return function(arrays, ids, *args, **options)
-
-
-def used_memory(text: str) -> int:
-    """Return the bytes of vector memory of a compiled program's kernel."""
-    (part,) = text.split(KERNEL)[1:]
-    return used_by_kernel(part)
-
-
-def used_by_kernel(part: str) -> int:
-    """Return the bytes of vector memory of a kernel, from the text of a program after its name."""
-    scope = re.search(r'"scoped_memory_configs":\[.*?"offset":"(\d+)"', part)
-    size = re.search(r'"used_scoped_memory_configs":\[.*?"size":"(\d+)"', part)
-    assert scope is not None
-    assert size is not None
-    return int(size[1]) - int(scope[1])
 
 
 # --- in the caller ---

@@ -83,8 +83,8 @@ def test_backward_rows_have_the_parameters_of_one_fused_kernel(imported):
         ({"mask": {"causal_mask": {"offset": 0, "window_size": 64}}}, BLOCKS, "a window"),
         ({}, BLOCKS | {"block_q": 100}, "block_q must be"),
         (
-            dict.fromkeys("qkv", "bf16[1,4096,8,128]"),
-            dict.fromkeys(BLOCKS, 4096),
+            dict.fromkeys("qkv", "bf16[1,8192,8,512]"),
+            dict.fromkeys(BLOCKS, 8192),
             "it takes at least N bytes of vector memory",
         ),
     ],

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import re
 
 import jax
 import pytest
@@ -23,7 +22,7 @@ from ejkernel.kernels._row_norms.pallas import Pallas
 from ejkernel.kernels._vector_memory import larger, limit_of
 from ejkernel.kernels.flash_attention import _splash_memory, splash
 from ejkernel.kernels.flash_attention.common import Operands, Rules, describe
-from ejkernel.kernels.flash_attention.pallas_tpu import choices, memory
+from ejkernel.kernels.flash_attention.pallas_tpu import choices, launch
 from ejkernel.kernels.flash_attention.pallas_tpu.implementation import PallasTpu
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
 from ejkernel.kernels.grouped_matmul.megablox import Megablox, MegabloxWgrad
@@ -53,13 +52,7 @@ def sharding(request):
 
 def used_memory(function, *args):
     """Return the bytes of vector memory of each kernel in a program compiled for a TPU."""
-    text = jax.jit(function).lower(*args).compile().as_text()
-    found = []
-    for part in text.split('custom_call_target="tpu_custom_call"')[1:]:
-        # XLA may keep other arrays below the kernel's scope; what is used counts from 0
-        scope = re.search(r'"scoped_memory_configs":\[.*?"offset":"(\d+)"', part)[1]
-        used = re.search(r'"used_scoped_memory_configs":\[.*?"size":"(\d+)"', part)[1]
-        found.append(int(used) - int(scope))
+    found = compat.vector_memory(jax.jit(function).lower(*args).compile().as_text())
     assert found, "the program has no kernel"
     return found
 
@@ -155,8 +148,8 @@ OWN = ATTENTION | {
 @pytest.mark.parametrize("case", OWN)
 def test_our_attention_compiles_within_the_estimate(sharding, case, backward, monkeypatch):
     """Each kernel's estimate, with a margin, is passed to the compiler as its limit."""
-    rules, limits, estimated = OWN[case]["rules"], [], memory.limit
-    monkeypatch.setattr(memory, "limit", lambda need: limits.append(need) or estimated(need))
+    rules, limits, estimated = OWN[case]["rules"], [], launch.limit_to_pass
+    monkeypatch.setattr(launch, "limit_to_pass", lambda need: limits.append(need) or estimated(need))
     operands, (out, lse) = attention_operands(sharding, **OWN[case])
     implementation = PallasTpu()
     call = describe(operands, rules, platform="tpu", fingerprint=chip_of(sharding), backward=backward)

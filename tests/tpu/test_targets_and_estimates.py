@@ -17,6 +17,7 @@ import pytest
 from ejkernel.modules import flash_attention
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle
 from ejkernel.ops.autotuner.compile.estimating import estimate_calls
+from ejkernel.ops.autotuner.compile.prepared import bundle_as_text
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
@@ -90,6 +91,11 @@ def test_candidates_are_compiled_or_have_the_compilers_reason(tmp_path):
     ready = [config for config, outcome in outcomes.items() if outcome.status == "ready"]
     assert ready == [Way("xla"), Way("loop"), Way("pallas", 128)]
     assert "divisible" in outcomes[Way("pallas", 100)].reason
+    sizes = {each.outcome.config: each.program.vector_memory for each in call.candidates if each.program}
+    # windows of 128 rows, two of each array, which XLA may give to the kernel
+    assert (sizes[Way("xla")], sizes[Way("loop")]) == (None, None)
+    assert sizes[Way("pallas", 128)] <= 4 * 128 * 256 * 4 + 2**20
+    assert "of vector memory" in bundle_as_text([call])
     manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
     assert (manifest["target"], manifest["libtpu"]) == ("tpu:tpu_v5_lite", importlib.metadata.version("libtpu"))
 

@@ -17,6 +17,7 @@ from ejkernel.compat.executables import loaded as loaded
 from ejkernel.compat.executables import profiled_planes as profiled_planes
 from ejkernel.compat.executables import serialized as serialized
 from ejkernel.compat.executables import tpu_topology_sharding as tpu_topology_sharding
+from ejkernel.compat.executables import vector_memory as vector_memory
 from ejkernel.compat.kernels import CudnnLengths as CudnnLengths
 from ejkernel.compat.kernels import cudnn_attention_backward as cudnn_attention_backward
 from ejkernel.compat.kernels import cudnn_attention_forward as cudnn_attention_forward

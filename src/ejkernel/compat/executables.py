@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.compat.settings import chosen_device
+
+_SCOPE = re.compile(r'"scoped_memory_configs":\[.*?"offset":"(\d+)"')
+_USED = re.compile(r'"used_scoped_memory_configs":\[.*?"size":"(\d+)"')
 
 
 def abstract_device(platform: str, device_kind: str, num_cores: int) -> Any:
@@ -42,6 +46,17 @@ def tpu_topology_sharding(topology: str) -> Any:
 
     found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     return jax.sharding.SingleDeviceSharding(found.devices[0])
+
+
+def vector_memory(text: str) -> list[int]:
+    """Return the bytes of vector memory that each kernel takes, from the text of a program compiled for a TPU."""
+    found = []
+    for part in text.split('custom_call_target="tpu_custom_call"')[1:]:
+        # XLA may keep other arrays below the kernel's scope; what is used counts from 0
+        sizes = _SCOPE.search(part), _USED.search(part)
+        if sizes[0] is not None and sizes[1] is not None:
+            found.append(int(sizes[1][1]) - int(sizes[0][1]))
+    return found
 
 
 def compiled_for_one_run(lowered: Any, platform: str) -> Any:

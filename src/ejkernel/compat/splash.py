@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.compat.kernels import unchecked
+from ejkernel.compat.kernels import limited, unchecked
 
 # The logit of a hidden key, `DEFAULT_MASK_VALUE` of the kernels.
 HIDDEN_LOGIT = -0.7 * float(np.finfo(np.float32).max)
@@ -50,6 +50,7 @@ def splash_forward(
     mask: SplashMask,
     blocks: SplashBlocks,
     soft_cap: float | None,
+    memory: int,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the output `[heads, queries, value_dim]` and the log-sum-exp `[heads, queries]` of one example.
@@ -60,10 +61,13 @@ def splash_forward(
         mask: The static mask.
         blocks: They divide the lengths.
         soft_cap: See `flash_attention`.
+        memory: The limit on vector memory, in bytes.
         interpret: Whether to run the kernel in the interpreter.
     """
     kernel = _kernel(mask, blocks, None, soft_cap, interpret)
-    out, residuals = unchecked(lambda: kernel(*arrays, _segment_ids(segments)), arrays[0])
+    given = (kernel.fwd_mask_info, *arrays, _segment_ids(segments), None)
+    run = functools.partial(_kernels()._splash_attention_forward, **kernel.kwargs)
+    out, residuals = unchecked(lambda: limited(run, given, memory), arrays[0])
     lse = residuals["logsumexp"] if isinstance(residuals, dict) else residuals[0]
     return out, lse
 
@@ -76,13 +80,14 @@ def splash_backward(
     blocks: SplashBlocks,
     of: str,
     soft_cap: float | None,
+    memory: int,
     interpret: bool = False,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
     """Return the gradients of query, key and value that one kernel computes for one example.
 
     Args:
         arrays: Query, key, value, log-sum-exp, the output's cotangent and its product with the output, by row.
-        segments: See `splash_forward`; the same for `mask`, `blocks` and `soft_cap`.
+        segments: See `splash_forward`; the same for `mask`, `blocks`, `soft_cap` and `memory`.
         of: The kernel: `query`, `key and value`, or `all`.
     """
     splash = _kernels()
@@ -97,16 +102,15 @@ def splash_backward(
         **{f"{name}_layout": splash.QKVLayout.HEAD_DIM_MINOR for name in "qkv"},
     }
     given = (query, key, value, _segment_ids(segments), None, lse, dout, delta)
+    info = kernel.dq_mask_info if of == "query" else kernel.dkv_mask_info
     if of == "query":
-        info = kernel.dq_mask_info
         sizes: dict[str, Any] = {"bq": blocks.queries, "bkv": blocks.keys}
-        run = functools.partial(splash._splash_attention_bwd_dq, *given, mask_info=info, **sizes, **common)
-        return unchecked(run, query), None, None
-    info = kernel.dkv_mask_info
+        run = functools.partial(splash._splash_attention_bwd_dq, mask_info=info, **sizes, **common)
+        return unchecked(lambda: limited(run, given, memory), query), None, None
     sizes = {"bq": blocks.queries, "bkv": blocks.keys, "bkv_compute": blocks.compute}
     sizes["use_fused_bwd_kernel"] = of == "all"
-    run = functools.partial(splash._splash_attention_bwd_dkv, *given, mask_info=info, **sizes, **common)
-    found: tuple[Any, Any, Any] = unchecked(run, query)
+    run = functools.partial(splash._splash_attention_bwd_dkv, mask_info=info, **sizes, **common)
+    found: tuple[Any, Any, Any] = unchecked(lambda: limited(run, given, memory), query)
     return found
 
 

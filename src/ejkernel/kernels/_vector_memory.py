@@ -19,6 +19,16 @@ USUAL_LIMIT = 16 << 20  # bytes that a kernel may take by default
 _LIMITS = {"tpu:tpu_v6_lite": 32 << 20, "tpu:tpu7x": 32 << 20}
 
 
+# Vector memory of chips, in bytes.
+_MEMORY = {
+    "tpu:tpu_v5_lite": 128 << 20,
+    "tpu:tpu_v6_lite": 128 << 20,
+    "tpu:tpu_v5": 64 << 20,
+    "tpu:tpu7x": 64 << 20,
+}
+_LEAST_MEMORY = 16 << 20  # that of a v4
+
+
 class Need(NamedTuple):
     """Bytes of vector memory: a kernel takes at least the former, and by our estimate at most the latter."""
 
@@ -64,6 +74,21 @@ def limit_of(call: OperationCall) -> int:
     if call.platform is None:  # traced before the device is known: the compiler refuses what does not fit
         return max(_LIMITS.values())
     return _LIMITS.get(call.device_fingerprint, USUAL_LIMIT)
+
+
+def share_of(call: OperationCall) -> int:
+    """Return the bytes of vector memory for a kernel that passes its own limit: three quarters of the chip's."""
+    if call.platform is None:  # traced before the device is known: the compiler refuses what does not fit
+        return max(_MEMORY.values()) * 3 // 4
+    return _MEMORY.get(call.device_fingerprint, _LEAST_MEMORY) * 3 // 4
+
+
+def limit_to_pass(need: Need) -> int:
+    """Return the limit to pass to the compiler: twice the estimate, so a kernel whose estimate is too low compiles.
+
+    The compiler accepts a limit above the chip's memory, and refuses a kernel that takes more than there is.
+    """
+    return max(USUAL_LIMIT, 2 * need.most)
 
 
 def larger(*needs: Need) -> Need:

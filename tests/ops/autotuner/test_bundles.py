@@ -256,8 +256,8 @@ def first_row(**fields):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(schema=4, colour="red"), "written by a newer ejkernel: schema 4, not 3; compile it again"),
-        (lambda m: m.update(schema=1), "written by an older ejkernel: schema 1, not 3; compile it again"),
+        (lambda m: m.update(schema=5, colour="red"), "written by a newer ejkernel: schema 5, not 4; compile it again"),
+        (lambda m: m.update(schema=1), "written by an older ejkernel: schema 1, not 4; compile it again"),
         (lambda m: m.pop("calls"), "is not a usable bundle: .*calls"),
         (lambda m: m.update(colour="red"), "is not a usable bundle: .*colour"),
         (lambda m: m.update(target="gpu:abacus"), "was made for gpu:abacus with JAX .*; this is cpu:.* with JAX"),

@@ -17,15 +17,16 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.kernels._varying import unify_varying
-from ejkernel.kernels._vector_memory import LANES, limit_of
+from ejkernel.kernels._vector_memory import LANES, limit_of, limit_to_pass, share_of
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.messages.names import NamedFields
 
 from ._splash_memory import clipped_blocks, vector_memory
 from ._tpu import check_blocks, unsupported_reason
-from .common import EMPTY_ROW_LSE, AttentionCall, AttentionImplementation, Operands, Rules, scale_reason
+from .common import EMPTY_ROW_LSE, AttentionCall, AttentionImplementation, Operands, Rules, describe, scale_reason
 
+_MOST_MEMORY = "tpu:tpu_v5"
 _SIZES = (128, 256, 512, 1024, 2048)
 _STEPS = (128, 256, 512, 1024)
 # Ids of hidden positions: no query has the id of a hidden key, and no key that of a hidden query.
@@ -129,11 +130,11 @@ class Splash(AttentionImplementation):
 
     def params_fault(self, call: AttentionCall, params: SplashParams | SplashBwdParams) -> str | None:
         """Return why these blocks exceed the memory of a TPU; `None` if they may fit."""
-        return vector_memory(call, blocks_of(params)).fault(limit_of(call))
+        return vector_memory(call, blocks_of(params)).fault(_share(call))
 
     def doubt(self, call: AttentionCall, params: SplashParams | SplashBwdParams) -> str | None:
         """See `Implementation`."""
-        return vector_memory(call, blocks_of(params)).doubt(limit_of(call))
+        return vector_memory(call, blocks_of(params)).doubt(_share(call))
 
     def preference(self, call: AttentionCall) -> int:
         """Rank behind `xla`: no TPU has measured these kernels for us."""
@@ -160,7 +161,11 @@ class Splash(AttentionImplementation):
         segments = _segments(operands, rules, sizes)
         query, key, value = sizes.arrays(operands, rules)
         run = functools.partial(
-            compat.splash_forward, mask=sizes.mask(rules), blocks=sizes.blocks, soft_cap=rules.soft_cap
+            compat.splash_forward,
+            mask=sizes.mask(rules),
+            blocks=sizes.blocks,
+            soft_cap=rules.soft_cap,
+            memory=_limit(operands, rules, "forward", sizes.blocks),
         )
         out, lse = jax.vmap(run)((query, key, value), segments)
         out, lse = _heads_last(out)[:, : sizes.queries], lse[:, :, : sizes.queries]
@@ -202,6 +207,17 @@ def blocks_of(params: SplashParams | SplashBwdParams) -> dict[str, tuple[int, in
     return {"keys": blocks, "query": (params.block_q_dq, params.block_kv_dq, params.block_kv_dq)}
 
 
+def _share(call: AttentionCall) -> int:
+    """Return the bytes of vector memory that a kernel may take."""
+    return max(share_of(call), limit_of(call))
+
+
+def _limit(operands: Operands, rules: Rules, name: str, blocks: compat.SplashBlocks) -> int:
+    """Return the limit to pass to the compiler: that of the chip whose kernels take most, since this one is unknown."""
+    call = describe(operands, rules, platform="tpu", fingerprint=_MOST_MEMORY)
+    return limit_to_pass(vector_memory(call, {name: blocks}))
+
+
 def _pull(operands: Operands, rows: tuple[Any, ...], rules: Rules, of: str, blocks: tuple[int, int, int]) -> Any:
     """Return the gradients of query, key and value from one kernel, `None` for those of the other."""
     sizes = _Sizes.of(operands, blocks)
@@ -210,8 +226,14 @@ def _pull(operands: Operands, rows: tuple[Any, ...], rules: Rules, of: str, bloc
     more = ((0, 0), (0, 0), (0, sizes.padded_queries - sizes.queries))
     lse = jnp.pad(lse, more, constant_values=EMPTY_ROW_LSE)
     arrays = (*sizes.arrays(operands, rules), lse, _heads_first(dout, sizes.padded_queries), jnp.pad(delta, more))
+    name = {"all": "fused", "key and value": "keys"}.get(of, of)
     run = functools.partial(
-        compat.splash_backward, of=of, mask=sizes.mask(rules), blocks=sizes.blocks, soft_cap=rules.soft_cap
+        compat.splash_backward,
+        of=of,
+        mask=sizes.mask(rules),
+        blocks=sizes.blocks,
+        soft_cap=rules.soft_cap,
+        memory=_limit(operands, rules, name, sizes.blocks),
     )
     found = jax.vmap(run)(arrays, segments)
     lengths = (sizes.queries, sizes.keys, sizes.keys)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.kernels._varying import one_by_one
-from ejkernel.kernels._vector_memory import LANES, Need, limit_of, up
+from ejkernel.kernels._vector_memory import LANES, Need, limit_of, limit_to_pass, share_of, up
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
@@ -88,11 +88,11 @@ class _Megablox(Implementation[GroupedMatmulCall]):
         tiles = -(-call.rows // params.block_m)
         if tiles > _MOST_TILES:
             return f"it makes {tiles} tiles of rows, and megablox supports at most {_MOST_TILES}."
-        return self.memory(call, params).fault(limit_of(call))
+        return self.memory(call, params).fault(_share(call))
 
     def doubt(self, call: GroupedMatmulCall, params: MegabloxParams) -> str | None:
         """See `Implementation`."""
-        return self.params_fault(call, params) or self.memory(call, params).doubt(limit_of(call))
+        return self.params_fault(call, params) or self.memory(call, params).doubt(_share(call))
 
     def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> Need:
         """Return the bytes of a product's tiles: two of each operand and result, an accumulator, and intermediates.
@@ -115,8 +115,8 @@ class _Megablox(Implementation[GroupedMatmulCall]):
         return max(usual or fitting, key=lambda params: (params.block_k * params.block_n, params.block_m))
 
     def _fitting(self, call: GroupedMatmulCall) -> list[MegabloxParams]:
-        """Return the tiles of the space that surely fit in memory."""
-        return [params for params in self.space(call) if self.doubt(call, params) is None]
+        """Return the tiles of the space that surely fit in the memory that the compiler gives a kernel by default."""
+        return [params for params in self.space(call) if self.memory(call, params).most <= limit_of(call)]
 
     def space(self, call: GroupedMatmulCall) -> list[MegabloxParams]:
         """Return the tiles that may fit in memory and are not much larger than the operands need."""
@@ -168,7 +168,11 @@ class MegabloxWgrad(_Megablox):
         def compute(lhs: jax.Array, rhs: jax.Array, groups: Groups) -> Any:
             lhs, rhs = (_whole_tiles(x, params.block_m) for x in (lhs, rhs))
             return compat.megablox_weights_gradient(
-                lhs, rhs, _sizes(call, groups), count=call.groups, dtype=call.out_dtype, tiling=tiling
+                *(lhs, rhs, _sizes(call, groups)),
+                count=call.groups,
+                dtype=call.out_dtype,
+                memory=limit_to_pass(self.memory(call, params)),
+                tiling=tiling,
             )
 
         return one_by_one(compute, *args), ()
@@ -188,18 +192,28 @@ def _product(
     call: GroupedMatmulCall, lhs: jax.Array, rhs: jax.Array, groups: Groups, params: MegabloxParams, dtype: str
 ) -> jax.Array:
     tiling = (params.block_m, *_blocks(call, params))
+    memory = limit_to_pass(Megablox().memory(dataclasses.replace(call, out_dtype=dtype), params))
 
     def compute(lhs: jax.Array, rhs: jax.Array, groups: Groups) -> jax.Array:
         sizes = _sizes(call, groups)
         # Avoid a launch without tiles: if all groups are empty, compute one row for the first group, and clear it.
         sizes = jnp.where(sizes[1:].any(), sizes, jnp.arange(sizes.shape[0], dtype=sizes.dtype) == 1)
         out = compat.megablox_product(
-            _whole_tiles(lhs, params.block_m), rhs, sizes, dtype=dtype, tiling=tiling, transpose_rhs=call.transpose_rhs
+            *(_whole_tiles(lhs, params.block_m), rhs, sizes),
+            dtype=dtype,
+            memory=memory,
+            tiling=tiling,
+            transpose_rhs=call.transpose_rhs,
         )
         return without_rest(out[: call.rows], own_rows(groups, call.rows, call.groups))
 
     out: jax.Array = one_by_one(compute, lhs, rhs, groups)
     return out
+
+
+def _share(call: GroupedMatmulCall) -> int:
+    """Return the bytes of vector memory that a kernel may take."""
+    return max(share_of(call), limit_of(call))
 
 
 def _blocks(call: GroupedMatmulCall, params: MegabloxParams) -> tuple[int, int]:

@@ -176,6 +176,8 @@ def _layout_reason(call: PagedCall) -> str | None:
         tiles = count // packing
         if count % packing or not (tiles in (1, 2, 4, 8) or tiles % 8 == 0):
             return f"'tpu_ragged' cannot tile {name}={count if name == 'heads' else count // 2}; use 'xla'."
+    if (block := heads_of_block(call)[0]) != heads and block % 8:
+        return f"'tpu_ragged' cannot tile {heads} heads by {block} in {call.dtype}; use 'xla'."
     if call.pages[1] * 2 * call.pages[2] % (8 * packing):
         return f"'tpu_ragged' cannot tile pages of {call.pages[1]} tokens with {call.pages[2]} heads; use 'xla'."
     if call.partitioned:

@@ -10,22 +10,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.kernels._vector_memory import LANES, Need, larger
+from ejkernel.kernels._vector_memory import LANES, Need, larger, share_of
 from ejkernel.kernels.flash_attention.common import AttentionCall
 
 from . import memory
 from .launch import Lengths, backward_plan, forward_plan
 from .params import BackwardParams, ForwardParams
 
-_MIB = 1 << 20
-# Vector memory by chip, in bytes.
-_MEMORY = {
-    "tpu:tpu_v5_lite": 128 * _MIB,
-    "tpu:tpu_v6_lite": 128 * _MIB,
-    "tpu:tpu_v5": 64 * _MIB,
-    "tpu:tpu7x": 64 * _MIB,
-}
-_LEAST_MEMORY = 16 * _MIB  # that of a v4
 # Chips with a matrix unit 256 wide.
 _WIDE = ("tpu:tpu_v6_lite", "tpu:tpu7x")
 _RESIDENT = (8192, 4096, 2048)
@@ -33,13 +24,6 @@ _RESIDENT = (8192, 4096, 2048)
 _FORWARD_BLOCKS = ((512, 512), (1024, 512), (1024, 1024), (2048, 1024), (2048, 2048))
 _BACKWARD_BLOCKS = ((512, 512), (1024, 512), (1024, 1024), (1024, 2048), (2048, 1024))
 _SMALL = ((256, 256), (128, 128))
-
-
-def capacity(call: AttentionCall) -> int:
-    """Return the bytes of vector memory for one kernel: three quarters of the chip's."""
-    if call.platform is None:  # traced before the device is known: the compiler refuses what does not fit
-        return max(_MEMORY.values()) * 3 // 4
-    return _MEMORY.get(call.device_fingerprint, _LEAST_MEMORY) * 3 // 4
 
 
 def needed(call: AttentionCall, params: ForwardParams | BackwardParams) -> Need:
@@ -70,7 +54,7 @@ def _segmented(call: AttentionCall, padded_keys: int) -> bool:
 
 def params_fault(call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
     """See `Implementation`: `None` if the kernels may fit in the chip's vector memory."""
-    return needed(call, params).fault(capacity(call))
+    return needed(call, params).fault(share_of(call))
 
 
 def doubt(call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
@@ -78,7 +62,7 @@ def doubt(call: AttentionCall, params: ForwardParams | BackwardParams) -> str | 
 
     Half of the upper estimates are too high by a sixth, and there is a third more than a kernel's share.
     """
-    need, share = needed(call, params), capacity(call)
+    need, share = needed(call, params), share_of(call)
     return need.fault(share) or need.doubt(share * 9 // 8)
 
 

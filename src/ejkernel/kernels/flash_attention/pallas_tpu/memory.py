@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ejkernel.kernels._vector_memory import LANES, USUAL_LIMIT, Need, Parts, up
+from ejkernel.kernels._vector_memory import LANES, Need, Parts, up
 from ejkernel.kernels.flash_attention.common import Rules
 
 from .spilled import WEIGHTS
@@ -34,14 +34,6 @@ class Dims(NamedTuple):
     value: int
     repeats: int
     size: int
-
-
-def limit(need: Need) -> int:
-    """Return the limit to pass to the compiler: a margin costs nothing, and saves a kernel whose estimate is too low.
-
-    The compiler accepts a limit above the chip's memory, and refuses a kernel that takes more than there is.
-    """
-    return max(USUAL_LIMIT, need.most * 5 // 4)
 
 
 def of_forward(

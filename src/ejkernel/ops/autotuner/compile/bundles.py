@@ -42,7 +42,7 @@ from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json, to_data
 
-_SCHEMA = 3
+_SCHEMA = 4
 _MANIFEST = "manifest.json"
 _LARGEST = 16 << 20  # bytes of a manifest; a candidate takes hundreds
 _MOST_ARRAYS = 1 << 16  # that a program takes or returns
@@ -110,6 +110,7 @@ class _Row:
     outputs: int = 0
     mosaic: bool = False
     spilled: int | None = None
+    vector_memory: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,6 +350,7 @@ def _with_file(row: _Row, program: Program | None, file: Path) -> _Row:
         outputs=program.outputs,
         mosaic=program.mosaic,
         spilled=program.spilled,
+        vector_memory=program.vector_memory,
     )
 
 
@@ -457,4 +459,5 @@ def _program(row: _Row, folder: Path) -> Program | None:
         outputs=row.outputs,
         mosaic=row.mosaic,
         spilled=row.spilled,
+        vector_memory=row.vector_memory,
     )

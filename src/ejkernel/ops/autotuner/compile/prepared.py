@@ -12,7 +12,7 @@ from typing import Final
 from ejkernel.ops.autotuner.compile.bundles import BundledCall
 from ejkernel.ops.config.estimates import PRUNED_FROM, EstimatedRow, Estimates
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, terminal_width, text_table
+from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, size, terminal_width, text_table
 
 _SHOWN: Final = 5  # configurations of a call
 
@@ -52,13 +52,17 @@ class PreparedCalls:
 
 
 def bundle_as_text(calls: Sequence[BundledCall]) -> str:
-    """Return a table of candidate statuses of a bundle, with the reasons of failures."""
+    """Return a table of candidate statuses of a bundle, the vector memory of kernels, and the reasons of failures."""
     rows, lines = [], []
     for call in calls:
         operation = printable(call.description["op"])
         statuses = collections.Counter(candidate.outcome.status for candidate in call.candidates)
         rows.append((operation, ", ".join(f"{count} {status}" for status, count in statuses.most_common())))
         reasons = collections.Counter(c.outcome.reason for c in call.candidates if c.outcome.reason)
+        taken = [c.program.vector_memory for c in call.candidates if c.program is not None and c.program.vector_memory]
+        if taken:
+            span = " to ".join(dict.fromkeys((size(min(taken)), size(max(taken)))))
+            lines.append(f"{operation}: {span} of vector memory")
         lines += [f"{operation}: {count} x {reason}" for reason, count in reasons.most_common()]
     return "\n".join([text_table(("operation", "candidates"), rows, width=terminal_width()), *lines])
 

@@ -191,6 +191,14 @@ def compile_for(inv: Invocation[Cfg, Out], choice: Choice, target: Target, *, on
             return Program(why_left="it calls back into the process that compiles it")
         if target.platform == "gpu" and target.description and _TUNED_BY_XLA.search(text) and not only_once:
             return Program(digest=digest, why_left="XLA tunes some of its operations on the device")
-        code = compat.serialized(compat.compiled_to_be_serialized(lowered))
-    outputs = len(jax.tree.leaves(lowered.out_info))
-    return Program(digest=digest, code=code, inputs=len(types), outputs=outputs, mosaic=bool(_MOSAIC.search(text)))
+        compiled = compat.compiled_to_be_serialized(lowered)
+        code = compat.serialized(compiled)
+        memory = compat.vector_memory(compiled.as_text()) if "@tpu_custom_call" in text else []
+    return Program(
+        digest=digest,
+        code=code,
+        inputs=len(types),
+        outputs=len(jax.tree.leaves(lowered.out_info)),
+        mosaic=bool(_MOSAIC.search(text)),
+        vector_memory=max(memory, default=None),
+    )

@@ -191,6 +191,7 @@ class Program:
         outputs: Number of output arrays.
         mosaic: Whether it needs the Mosaic GPU runtime.
         spilled: Bytes of registers that a thread spills to memory, if known.
+        vector_memory: Bytes of vector memory that its largest kernel takes, on TPUs.
         why_left: Why it was not compiled here.
         cycles: Cycles of the device that a simulator estimates, if one was asked.
         least_cycles: The same without the simulator's known excess.
@@ -203,6 +204,7 @@ class Program:
     outputs: int = 0
     mosaic: bool = False
     spilled: int | None = None
+    vector_memory: int | None = None
     why_left: str = ""
     cycles: float | None = None
     least_cycles: float | None = None
