@@ -197,12 +197,11 @@ class _Search:
             return
         others = [self.before] if self.best is self.before else [self.before, self.best]
         found = _race([*others, build], left())
-        over = [found.over[other.name] for other in others]
-        if any(is_slower(one) or one["median"] < _DOUBT for one in over):
+        if any(map(_may_be_slower, found.over.values())):
             self.drop(winner, f"with it {_slowed(found, _NEXT)}")
-            return
-        build.name = _KEPT
-        self.best, self.configs, self.answer = build, configs, _answer_of(found)
+        else:
+            build.name = _KEPT
+            self.best, self.configs, self.answer = build, configs, _answer_of(found)
 
     def drop(self, winner: Winner, why: str) -> None:
         """Drop a winner."""
@@ -217,6 +216,11 @@ def _race(builds: Sequence[Build], seconds: float) -> Comparison:
     deadline = time.monotonic() + min(seconds / 2, _RACE)
     run_rounds([each.step for each in builds], _ROUNDS, deadline=deadline, say=say)
     return compared({each.name: each.samples for each in builds}, builds[-1].name)
+
+
+def _may_be_slower(over: Mapping[str, float]) -> bool:
+    """Return whether a step seems slower than another, which is enough after a slower step with all winners."""
+    return is_slower(over) or over["median"] < _DOUBT
 
 
 def _slowed(found: Comparison, name: str) -> str:

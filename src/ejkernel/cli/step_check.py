@@ -151,10 +151,9 @@ class StepCheck:
             advice=self._advice,
         )
         if not answer.skipped:
-            for inv in self.found.calls:
-                for winner in winners:
-                    if winner.key == inv.key:
-                        self._settle(inv, winner, checked.note(winner))
+            calls = {inv.key: inv for inv in self.found.calls}
+            for winner in winners:
+                self._settle(calls[winner.key], winner, checked.note(winner))
         return checked
 
     @property
@@ -210,19 +209,19 @@ class StepCheck:
         _, entry = self.saved.in_force(inv) or (None, None)
         if entry is None or entry.config != to_data(winner.after):
             return
-        config, measured = winner.after, dict(entry.measured or {})
-        if note.why:
-            config = winner.before
-            _, earlier = self.earlier.get(inv.key, (None, None))
-            if earlier is not None and earlier.config == to_data(config):
-                # The search of this run is the newest; it need not be repeated.
-                own = dict(earlier.measured or {})
-                measured = own | {
-                    name: measured[name] for name in ("search", "space") if name in own and name in measured
-                }
-            else:
-                measured |= {"winner": measured.get("heuristic"), "speedup": 1.0, "confidence": None}
+        measured = self._measured_before(entry, winner) if note.why else entry.measured or {}
+        config = winner.before if note.why else winner.after
         self.saved.chain.remember(inv.key, config, call=entry.call, measured=note.added_to(measured))
+
+    def _measured_before(self, entry: StoredEntry, winner: Winner) -> Mapping[str, Any]:
+        """Return the figures of the configuration before, for the entry of a call that drops a new one."""
+        measured = dict(entry.measured or {})
+        _, earlier = self.earlier.get(winner.key, (None, None))
+        if earlier is None or earlier.config != to_data(winner.before):
+            return measured | {"winner": measured.get("heuristic"), "speedup": 1.0, "confidence": None}
+        own = dict(earlier.measured or {})
+        # The search of this run is the newest; it need not be repeated.
+        return own | {name: measured[name] for name in ("search", "space") if name in own and name in measured}
 
 
 def _asked_elsewhere(question: Question) -> Answer:
