@@ -85,6 +85,7 @@ class Answer:
         rounds: The rounds of this comparison.
         dropped: Why configurations are not kept, by call.
         mapping: How much memory the steps map anew, if configurations were dropped; see `of_mapping`.
+        undecided: Whether the new configurations seem to slow the step, but within the noise.
         skipped: Why the step was not compared; empty if it was.
     """
 
@@ -94,6 +95,7 @@ class Answer:
     rounds: int = 0
     dropped: Mapping[ConfigKey, str] = dataclasses.field(default_factory=dict)
     mapping: str = ""
+    undecided: bool = False
     skipped: str = ""
 
 
@@ -148,7 +150,7 @@ def choose(winners: Sequence[Winner], before: Build, make: Make, left: Callable[
     else:
         found = _race(builds, left())
         if not is_slower(found.over[_BEFORE]):
-            return _answer_of(found)
+            return dataclasses.replace(_answer_of(found), undecided=_may_be_slower(found.over[_BEFORE]))
         search = _Search(before, configs, _slowed(found, _AFTER))
     if len(winners) == 1:
         search.drop(winners[0], f"with it {search.together}")
@@ -210,16 +212,20 @@ class _Search:
 
 
 def _race(builds: Sequence[Build], seconds: float) -> Comparison:
-    """Run the builds in interleaved rounds; the last is the reference."""
+    """Run the builds in interleaved rounds, for longer if the last seems slower; it is the reference."""
     for each in builds:
         each.forget()
-    deadline = time.monotonic() + min(seconds / 2, _RACE)
-    run_rounds([each.step for each in builds], _ROUNDS, deadline=deadline, say=say)
-    return compared({each.name: each.samples for each in builds}, builds[-1].name)
+    started = time.monotonic()
+    for deadline in (min(seconds / 3, _RACE), seconds * 2 / 3):
+        run_rounds([each.step for each in builds], _ROUNDS, deadline=started + deadline, say=say)
+        found = compared({each.name: each.samples for each in builds}, builds[-1].name)
+        if not any(_may_be_slower(over) and not is_slower(over) for over in found.over.values()):
+            break
+    return found
 
 
 def _may_be_slower(over: Mapping[str, float]) -> bool:
-    """Return whether a step seems slower than another, which is enough after a slower step with all winners."""
+    """Return whether a step seems slower than another; after a slower step with all winners, this is enough."""
     return is_slower(over) or over["median"] < _DOUBT
 
 

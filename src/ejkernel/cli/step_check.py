@@ -83,8 +83,8 @@ class Checked:
         said = [f"{winner.name}: not kept: {self.answer.dropped[winner.key]}" for winner in dropped]
         said += [self.answer.mapping] if self.answer.mapping else []
         times = self.note(self.winners[0]).times
-        low, high = self.answer.over["low"], self.answer.over["high"]
-        doubt = "; too noisy to tell the difference" if low < 1 < high and high > 1.1 * low else ""
+        again = "; this machine is too noisy to tell whether it is slower: the next run compares it again"
+        doubt = again if self.answer.undecided else ""
         none = "; no new configuration is kept" if len(dropped) == len(self.winners) else ""
         return [printable(line) for line in (*said, f"step: {times}{doubt}{none}")]
 
@@ -98,7 +98,12 @@ class Checked:
             for winner in self.winners
             if (why := self.answer.dropped.get(winner.key))
         ]
-        return note | {"dropped": dropped, "why": self.answer.mapping, "skipped": None}
+        return note | {
+            "dropped": dropped,
+            "why": self.answer.mapping,
+            "undecided": self.answer.undecided,
+            "skipped": None,
+        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +155,7 @@ class StepCheck:
             time=datetime.datetime.now(datetime.UTC),
             advice=self._advice,
         )
-        if not answer.skipped:
+        if not (answer.skipped or answer.undecided):
             calls = {inv.key: inv for inv in self.found.calls}
             for winner in winners:
                 self._settle(calls[winner.key], winner, checked.note(winner))
