@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -146,12 +145,12 @@ def choose(winners: Sequence[Winner], before: Build, make: Make, left: Callable[
     try:
         builds.append(make(_AFTER, configs | {winner.key: winner.after for winner in winners}))
     except _FAILS as error:
-        search = _Search(before, configs, f"does not run: {_first_line(error)}")
+        search = _Search(before, before.first, configs, f"does not run: {_first_line(error)}")
     else:
         found = _race(builds, left())
         if not is_slower(found.over[_BEFORE]):
             return dataclasses.replace(_answer_of(found), undecided=_may_be_slower(found.over[_BEFORE]))
-        search = _Search(before, configs, _slowed(found, _AFTER))
+        search = _Search(before, found.seconds[_BEFORE], configs, _slowed(found, _AFTER))
     if len(winners) == 1:
         search.drop(winners[0], f"with it {search.together}")
     else:
@@ -179,10 +178,9 @@ class _Search:
         dropped: Why the other winners were dropped.
     """
 
-    def __init__(self, before: Build, configs: dict[ConfigKey, Any], together: str) -> None:
+    def __init__(self, before: Build, seconds: float, configs: dict[ConfigKey, Any], together: str) -> None:
         self.before, self.configs, self.together = before, configs, together
         self.best = before
-        seconds = statistics.median(before.samples[WARM_UP:] or [before.first])
         self.answer = Answer(before=seconds, after=seconds, over={"median": 1.0, "low": 1.0, "high": 1.0})
         self.dropped: dict[ConfigKey, str] = {}
 
