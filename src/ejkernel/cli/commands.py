@@ -224,7 +224,7 @@ def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
     _check_unused(options, "--compile-only", "cache", "as_json", "verbose")
     if device != "here" and not options["in_process"]:
         _leave_devices_alone()
-    from ejkernel.cli.compile import run_compile
+    from ejkernel.cli.elsewhere import run_compile
     from ejkernel.cli.tune import TuneOptions
 
     run_compile(TuneOptions(**options), device, output)
@@ -236,7 +236,7 @@ def _estimate(options: dict[str, Any], device: str, output: Path | None) -> int:
         raise click.UsageError("--estimate needs MODULE:FUNCTION or --shapes, and --target, and has no --output.")
     _check_unused(options, "--estimate")
     _leave_devices_alone()
-    from ejkernel.cli.estimate import run_estimate
+    from ejkernel.cli.elsewhere import run_estimate
     from ejkernel.cli.tune import TuneOptions
 
     return run_estimate(TuneOptions(**options), device)
@@ -381,7 +381,7 @@ def show(prefix: str, cache: Path | None, as_json: bool, log: str | None) -> int
     """List the saved configurations with their measurements.
 
     PREFIX is the start of a key, the start of the name of an operation, or NAME:KEY; without it, all are listed.
-    Several operations may have calls with the same key.
+    Several operations may have calls with the same key. With --log, the last search of each call is printed instead.
     """
     with no_collection():
         from ejkernel.cli.show import run_show

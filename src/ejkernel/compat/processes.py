@@ -83,6 +83,8 @@ def span_of_context(context: Any, partitioned: bool) -> Span | None:
 
     For most programs JAX knows only the number of devices; the same holds for the mesh set by `jax.set_mesh`.
     """
+    if jax.process_count() == 1:
+        return None
     mesh = getattr(context, "mesh", None)
     if isinstance(mesh, jax.sharding.Mesh) and mesh not in _placeholders and mesh is not _mesh.get_concrete_mesh():
         known = span_of(mesh.devices.flat)

@@ -198,7 +198,8 @@ Declared = Implementation[Any] | LazyImplementation | str
 class Implementations(Mapping[str, Implementation[Any]]):
     """The implementations of an operation by name, in order of preference: `implementations["xla"]`.
 
-    Each is loaded on first lookup.
+    A lookup loads an implementation the first time. It raises `ArgumentError` for an unknown name, and
+    `UnsupportedError` if the implementation's module cannot be imported here.
 
     Args:
         declared: By name: an `Implementation`, its class as `"module:Class"`, or a `LazyImplementation`.

@@ -25,7 +25,7 @@ from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differen
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact, zero_tangent
 from ejkernel.ops.errors import ArgumentError, EjkernelError, GradientError, KernelError
-from ejkernel.ops.utils.fingerprint import default_device, platform_kind, platform_of
+from ejkernel.ops.utils.fingerprint import default_device, platform_of
 from ejkernel.ops.utils.values.identity import Held, Strong, held_weakly
 from ejkernel.ops.utils.values.signature import HasType, abstract_tree
 from ejkernel.ops.utils.weak_caches import Bounded, PerObject
@@ -148,11 +148,6 @@ class Types:
     effects: Any = None
     avals: Sequence[HasType] = ()
     gathered: bool = False
-
-    def still_hold(self, platform: str) -> bool:
-        """Return whether the trace is valid for the program being lowered, with the same configuration."""
-        answers = self.answers.items()
-        return platform_kind(self.platform) == platform and all(question() == said for question, said in answers)
 
 
 call_p = compat.Primitive("ejkernel_call")

@@ -142,18 +142,12 @@ def _cpu_names() -> tuple[str, str]:
     model = _slug(_line_of(info, "model name"), "")
     former = model or _slug(platform.processor() or platform.machine())
     is_told = any(_MODEL_NUMBER.fullmatch(word) for word in model.split("_"))
-    name = former if is_told else "_".join([former, *_generation(info)])
-    return f"{name}_x{cores}", f"{former}_x{cores}"
-
-
-def _generation(info: str) -> list[str]:
-    """Return the numbers that tell a processor's generation; empty if unknown.
-
-    Virtual machines often hide the model (`Intel Xeon Processor`, `AMD EPYC`), and ARM processors have no model name.
-    """
+    # Virtual machines often hide the model (`Intel Xeon Processor`, `AMD EPYC`), and ARM processors have no model name:
+    # other numbers tell their generation.
     x86 = [_line_of(info, field) for field in ("cpu family", "model", "stepping")]
     numbers = x86 if all(x86) else [_line_of(info, field) for field in ("CPU implementer", "CPU part")]
-    return [number.removeprefix("0x").lower() for number in numbers if number]
+    hidden = [] if is_told else [number.removeprefix("0x").lower() for number in numbers if number]
+    return f"{'_'.join([former, *hidden])}_x{cores}", f"{former}_x{cores}"
 
 
 # Two digits at least, as in 8488c, 9r14 or 7950x; unlike 2 and 20ghz in `Intel Xeon CPU @ 2.20GHz`.

@@ -192,7 +192,7 @@ class FewRowsKernel:
 
 
 class WideRowsKernel(FewRowsKernel):
-    """The same for rows of 16 bits: consumers widen the matrix in registers, and compute the transposed result."""
+    """`FewRowsKernel` for rows of 16 bits: consumers widen the matrix in registers and compute the transpose."""
 
     def _computed(self, first: Any, columns: Any, warpgroup: Any) -> Any:
         plan, memory, shape = self.plan, self.memory, (ROWS, self.plan.tile_rows)

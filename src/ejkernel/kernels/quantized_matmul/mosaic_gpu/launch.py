@@ -45,11 +45,11 @@ class _Operands(NamedTuple):
 
 
 def product(call: QuantizedMatmulCall, arrays: Any, params: MosaicGpuParams, *, interpret: Any = None) -> jax.Array:
-    """Return the product.
+    """Return the product of the dequantised operands, `x @ w.T`: `[m, n]` in `call.out_dtype`.
 
     Args:
-        call: The call.
-        arrays: `x [m, k]`, `w [n, k]` and their scales; that of `x` is `None` if `x` has 16 bits.
+        call: The call, which the kernel supports; it gives the blocks of the scales.
+        arrays: `x [m, k]`, `w [n, k]`, the scales of `x` and those of `w`; those of `x` are `None` if it has 16 bits.
         params: Launch parameters that `params_fault` accepts.
         interpret: `InterpretGPUParams` to simulate the kernel on a CPU; `None` runs it on a GPU.
     """
@@ -111,11 +111,12 @@ def _fitting(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
 def grouped_product(
     call: QuantizedGroupedMatmulCall, arrays: Any, params: MosaicGpuParams, *, interpret: Any = None
 ) -> jax.Array:
-    """Return the product of each group's rows with its matrix.
+    """Return the dequantised rows of each group times the group's matrix transposed: `[m, n]` in `call.out_dtype`.
 
     Args:
-        call: The call.
-        arrays: `lhs [m, k]`, `rhs [groups, n, k]`, groups, both scales, and factors of rows if the call has them.
+        call: The call, which the kernel supports; it gives the blocks of the scales.
+        arrays: `lhs [m, k]`, `rhs [groups, n, k]`, the groups, the scales of `lhs` and of `rhs`, and a factor for each
+            row if the call has them.
         params, interpret: As for `product`.
     """
     blocks: Any = call.lhs_block, call.rhs_block
@@ -135,10 +136,12 @@ def grouped_product(
 def grouped_activation(
     call: QuantizedGroupedActivationCall, arrays: Any, params: MosaicGpuParams, *, interpret: Any = None
 ) -> list[jax.Array]:
-    """Return the activation: in 8 bits its numbers, and their scales.
+    """Return `[result]`, the activation of each group's product, `[m, n]`; if it has 8 bits, `[result, scales]`.
+
+    The scales are float32, one for 128 columns of a row.
 
     Args:
-        call: The call.
+        call: The call, which the kernel supports; it gives the blocks of the scales.
         arrays: `lhs [m, k]`, `rhs [groups, n, k]`, groups, both scales, the gate with its scales or `None`, and factors
             of rows if the call has them.
         params, interpret: As for `product`.

@@ -202,9 +202,9 @@ class _StoredChallenge:
             judged_by=self.judged_by,
             doubt=self.doubt,
             interval=self.interval,
-            takes_more=self.more_bytes > 0,
+            more_bytes=self.more_bytes,
         )
-        return Challenge(self.rival, comparison, is_confirmation=self.alone, more_bytes=self.more_bytes)
+        return Challenge(self.rival, comparison, is_confirmation=self.alone)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

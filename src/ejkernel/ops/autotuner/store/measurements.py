@@ -125,6 +125,9 @@ class MeasurementStore(Shown):
     def save(self, data: AutotuneData | object) -> None:
         """Store a search; results of custom tuners that are no `AutotuneData` are ignored.
 
+        A search too large to be read again is dropped with a `CacheWarning`. If the folder cannot be written, the
+        search stays in this object, with one `CacheWarning` per cache.
+
         Raises:
             SerializationError: A configuration has no JSON form.
         """

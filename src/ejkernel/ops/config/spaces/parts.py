@@ -40,7 +40,7 @@ _CHANGED = 2_000_000
 
 
 class Part:
-    """Axes and the constraints between them.
+    """A part of a search space: axes and the constraints between them, independent of all other axes.
 
     Args:
         axes: The axes.
@@ -67,7 +67,7 @@ class Part:
 
     @property
     def exact(self) -> bool:
-        """Whether the number of points is known exactly."""
+        """Whether the number of points is known exactly; otherwise it is an estimate."""
         return self.free or self.points is not None
 
     def find_all(self, effort: Effort) -> None:
