@@ -244,6 +244,12 @@ def test_a_winner_that_slows_the_step_is_not_kept_and_the_commands_say_why(progr
     assert repeats() == {64: 8}
 
 
+def test_a_step_without_new_configurations_is_unchanged(program, capsys, monkeypatch):
+    monkeypatch.setenv("STEP_CANDIDATES", "9")
+    assert "step: unchanged, because no call has a new configuration" in tune(capsys, "step")[2]
+    assert "unchanged" not in tune(capsys, "step")[2]
+
+
 def test_the_search_of_a_dropped_winner_shows_what_is_in_force(program, capsys, slower):
     tune(capsys, "step")
     (search,) = MeasurementStore("saved").searches()

@@ -128,13 +128,17 @@ def run_diff(one: str, other: str, cache: Path | None, *, as_json: bool) -> int:
     else:
         rows = sorted([*(_row(step) for step in found), *(_row(step, only_left=True) for step in missing)])
         _table(("device", "operation", "arguments", "left", "right", "better", "why"), rows)
-        added = sum(step.ours is None for step in found)
-        counts = (
-            f"{len(missing)} only left, {added} only right, {len(found) - added} in both but different, "
-            f"{len(back) - len(rows) + added} identical"
-        )
+        counts = _counts(found, missing, len(back))
         click.echo(f"left is {ours}, right is {theirs}: {counted(len(rows), 'difference')}: {counts}", err=True)
     return 1 if found or missing else 0
+
+
+def _counts(found: Sequence[Step], missing: Sequence[Step], left: int) -> str:
+    """Return the numbers of entries, given the differences, those only left, and the number of entries left."""
+    added = sum(step.ours is None for step in found)
+    different = len(found) - added
+    same = left - len(missing) - different
+    return f"{len(missing)} only left, {added} only right, {different} in both but different, {same} identical"
 
 
 def _bring(sources: Sequence[Place], target: Place, *, dry_run: bool, as_json: bool) -> None:

@@ -186,22 +186,23 @@ class _Search:
 
     def add(self, winner: Winner, make: Make, left: Callable[[], float]) -> None:
         """Keep a winner if the step gets no slower."""
+        if why := self._why_not_added(winner, make, left):
+            self.drop(winner, why)
+
+    def _why_not_added(self, winner: Winner, make: Make, left: Callable[[], float]) -> str:
         if left() <= 0:
-            self.drop(winner, f"with all new configurations {self.together}; no time was left to try this one alone")
-            return
+            return f"with all new configurations {self.together}; no time was left to try this one alone"
         configs = self.configs | {winner.key: winner.after}
         try:
             build = make(_NEXT, configs)
         except _FAILS as error:
-            self.drop(winner, f"with it does not run: {_first_line(error)}")
-            return
-        others = [self.before] if self.best is self.before else [self.before, self.best]
-        found = _race([*others, build], left())
+            return f"with it does not run: {_first_line(error)}"
+        found = _race([self.before, *([] if self.best is self.before else [self.best]), build], left())
         if any(map(_may_be_slower, found.over.values())):
-            self.drop(winner, f"with it {_slowed(found, _NEXT)}")
-        else:
-            build.name = _KEPT
-            self.best, self.configs, self.answer = build, configs, _answer_of(found)
+            return f"with it {_slowed(found, _NEXT)}"
+        build.name = _KEPT
+        self.best, self.configs, self.answer = build, configs, _answer_of(found)
+        return ""
 
     def drop(self, winner: Winner, why: str) -> None:
         """Drop a winner."""

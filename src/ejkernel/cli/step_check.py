@@ -180,21 +180,17 @@ class StepCheck:
         """Yield the calls with a configuration that won a search and whose step was not compared."""
         for inv in self.found.calls:
             config, entry = self.saved.in_force(inv) or (None, None)
-            if entry is None or not self.saved.is_own(entry) or SearchProgress.stored_in(entry.measured) is None:
+            if entry is None or not self.saved.is_own(entry) or not _won(entry):
                 continue
             before = self._before(inv, entry)
-            if is_kept_in(entry.measured) or StepNote.stored_in(entry.measured) or before is None:
-                continue
-            if not same_config(before, config):
-                seconds = _heuristic_seconds(entry)
-                saves = 0.0 if not entry.speedup else seconds * (1 - 1 / entry.speedup)
+            if before is not None and not same_config(before, config):
                 yield Winner(
                     key=inv.key,
                     name=f"{inv.op_id_v} {arguments(inv.description)}",
                     before=before,
                     after=config,
                     alone=entry.speedup,
-                    gain=saves * self.found.times.get(inv.key, 1),
+                    gain=_saved_seconds(entry) * self.found.times.get(inv.key, 1),
                 )
 
     def _before(self, inv: Invocation[Any, Any], now: StoredEntry) -> Any:
@@ -244,10 +240,17 @@ def _asked_elsewhere(question: Question) -> Answer:
     return answer
 
 
-def _heuristic_seconds(entry: StoredEntry) -> float:
+def _won(entry: StoredEntry) -> bool:
+    """Return whether the configuration of an entry has won a search, and was not compared in a step since."""
+    is_searched = SearchProgress.stored_in(entry.measured) is not None
+    return is_searched and not is_kept_in(entry.measured) and StepNote.stored_in(entry.measured) is None
+
+
+def _saved_seconds(entry: StoredEntry) -> float:
+    """Return the seconds that a configuration saves in each call, compared with the heuristic."""
     times = (entry.measured or {}).get("heuristic")
     found = times.get("median_us") if isinstance(times, dict) else None
-    return found / 1e6 if isinstance(found, int | float) else 0.0
+    return found / 1e6 * (1 - 1 / entry.speedup) if isinstance(found, int | float) and entry.speedup else 0.0
 
 
 def settled(result: AutotuningResult, checked: Checked | None) -> AutotuningResult:

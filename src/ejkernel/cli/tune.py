@@ -205,7 +205,10 @@ def _tune_found(
         failed = outcome.failed
         _print(console, outcome.lines())
     _print(console, saved.doubts(tried, result.searches, options.budget))
-    _print(console, () if checked is None else checked.lines())
+    if checked is not None:
+        _print(console, checked.lines())
+    elif check is not None and tried:
+        _print(console, ["step: unchanged, because no call has a new configuration"])
     found.settle(saved.is_tuned)
     if todo and not result.searches:
         raise TuningError("no call could be tuned; the warnings above say why.")
