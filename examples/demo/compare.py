@@ -74,26 +74,36 @@ def say(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
-def build(name: str, operations: Operations, model: Model, cache: Path | None = None) -> Build:
-    """Compile the training step, with the configurations saved in the folder `cache` if given."""
-    say(f"compiling: {name}")
+def build(
+    name: str, operations: Operations, model: Model, cache: Path | None = None, untuned: Build | None = None
+) -> Build:
+    """Compile the training step, with the configurations saved in the folder `cache` if given.
+
+    If these are the configurations of `untuned`, the result has its program.
+    """
     persistent = None if cache is None else PersistentCache(cache)
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(persistent=persistent)
     set_default_executor(Executor(chain))
     function, (state, batch) = training_step(operations, model)
     lowered = function.lower(state, batch)
+    configurations = {label: repr(config) for label, config in labels_to_configs(lowered, chain)}
+    saved = [config for _, config in labels_to_configs(lowered, ConfigSelectorChain(persistent=persistent))]
+    known = sum(config is not None for config in saved)
+    if untuned is not None and configurations == untuned.configurations:
+        say(f"{name}: the same program as {untuned.name}, because tuning found no faster configuration")
+        return dataclasses.replace(untuned, name=name, state=state, saved=known, seconds=[], losses=[])
+    say(f"compiling: {name}")
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
     assert memory is not None  # only backends outside JAX's own return None
-    saved = [config for _, config in labels_to_configs(lowered, ConfigSelectorChain(persistent=persistent))]
     return Build(
         name=name,
         compiled=compiled,
         state=state,
         temporary_bytes=memory.temp_size_in_bytes,
         needed_bytes=memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes,
-        configurations={label: repr(config) for label, config in labels_to_configs(lowered, chain)},
-        saved=sum(config is not None for config in saved),
+        configurations=configurations,
+        saved=known,
     )
 
 
@@ -155,7 +165,8 @@ def compare(cache: Path, rounds: int, model: Model, seconds: float = math.inf) -
         seconds: Time after which the last round begins, compilation included. Plain JAX is compared in any case.
     """
     deadline = time.monotonic() + seconds
-    own = [build(UNTUNED, EJKERNEL, model), build(TUNED, EJKERNEL, model, cache)]
+    untuned = build(UNTUNED, EJKERNEL, model)
+    own = [untuned, build(TUNED, EJKERNEL, model, cache, untuned)]
     builds = [baseline("plain JAX", PLAIN, model, math.inf)]
     if jax.default_backend() == "gpu" and model.cap is None:
         builds.append(baseline("JAX with cuDNN", CUDNN, model, deadline))

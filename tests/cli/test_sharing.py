@@ -51,7 +51,12 @@ def test_one_machine_pushes_and_another_pulls(capsys, url, mine, theirs):
     assert len(PersistentCache(mine).keys()) == 2
     assert "1 entry added, 2 replaced by better entries" in run(capsys, "pull", url, cache=mine)[1]
     assert PersistentCache(mine).get(entry(1).key) == {"rows": 11}
-    assert run(capsys, "diff", url, cache=mine) == (0, "", f"left is {mine}, right is {url}: 0 differences\n")
+    assert run(capsys, "diff", url, cache=mine) == (
+        0,
+        "",
+        f"left is {mine}, right is {url}: 0 differences: "
+        "0 only left, 0 only right, 0 in both but different, 3 identical\n",
+    )
 
 
 def test_push_merges_when_asked(capsys, url, mine, theirs, tmp_path):
@@ -100,8 +105,9 @@ def test_merge_keeps_the_newest_searches_of_a_call(capsys, tmp_path):
 
 
 def test_diff_lists_differences_and_the_better_entry(capsys, mine, theirs):
-    status, out, _ = run(capsys, "diff", str(theirs), cache=mine)
+    status, out, err = run(capsys, "diff", str(theirs), cache=mine)
     assert status == 1
+    assert "3 differences: 0 only left, 1 only right, 2 in both but different, 0 identical" in err
     assert [line.split()[-2:] for line in out.splitlines()[1:] if "rows=13" in line] == [["-", "rows=13"]]
     assert "right    left has 1.20x the heuristic's speed, right 1.60x" in out
     assert "unknown" in out

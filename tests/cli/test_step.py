@@ -2,6 +2,7 @@
 """The comparison of a program's step after the searches of `ejkernel tune`."""
 
 import dataclasses
+import itertools
 import json
 import sys
 
@@ -129,6 +130,22 @@ def test_a_difference_within_the_noise_drops_nothing():
     assert not choice({"a": 0.01}).dropped
 
 
+def test_a_step_that_only_seems_slower_is_undecided():
+    noise = itertools.cycle([1.04] * 11 + [0.5] * 10)
+
+    class Noisy(Timed):
+        def run(self):
+            super().run()
+            self.samples[-1] *= 1.0 if self.name == "before" else next(noise)
+
+    def make(name, configs):
+        return Noisy(**vars(timed(name, 1.0)))
+
+    answer = choose([winner("a")], make("before", {}), make, lambda: 1.0)
+    assert answer.undecided
+    assert not answer.dropped
+
+
 def test_the_only_winner_is_dropped_if_it_slows_the_step():
     answer = choice({"a": 0.05})
     assert dropped(answer) == ["a"]
@@ -227,6 +244,12 @@ def test_a_winner_that_slows_the_step_is_not_kept_and_the_commands_say_why(progr
     assert repeats() == {64: 8}
 
 
+def test_a_step_without_new_configurations_is_unchanged(program, capsys, monkeypatch):
+    monkeypatch.setenv("STEP_CANDIDATES", "9")
+    assert "step: unchanged, because no call has a new configuration" in tune(capsys, "step")[2]
+    assert "unchanged" not in tune(capsys, "step")[2]
+
+
 def test_the_search_of_a_dropped_winner_shows_what_is_in_force(program, capsys, slower):
     tune(capsys, "step")
     (search,) = MeasurementStore("saved").searches()
@@ -284,6 +307,16 @@ def test_the_step_is_not_run_if_the_user_says_so_and_compared_by_a_later_run(pro
     _, _, err = tune(capsys, "step")
     assert "1 call already tuned" in err
     assert "\nstep: " in err
+    assert "\nstep: " not in tune(capsys, "step")[2]
+
+
+def test_an_undecided_step_is_compared_again_by_the_next_run(program, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        chosen = step.choose
+        patch.setattr(step, "choose", lambda *given: dataclasses.replace(chosen(*given), undecided=True))
+        assert "the next run compares it again" in tune(capsys, "step")[2]
+    assert repeats() == {64: 1}
+    assert "\nstep: " in tune(capsys, "step")[2]
     assert "\nstep: " not in tune(capsys, "step")[2]
 
 

@@ -422,6 +422,7 @@ def test_a_fresh_process_uses_the_saved_configurations(program, capsys):
     [
         ("program", "must be MODULE:FUNCTION or a file that exists, got 'program'"),
         ("absent:step", "there is no module 'absent'"),
+        ("product:0123456789abcdef", "`ejkernel show --log product:0123456789abcdef` prints its search"),
         ("program:absent", "module 'program' has no 'absent'; it has step, forward, raises, nothing, forgetful."),
         ("program:forgetful", "must return (callable, args)"),
         ("program:number", "program:number must be a function, got 3"),

@@ -47,6 +47,7 @@ def test_each_call_counts_once():
         "5 calls in 61.0 s: 1 faster than the heuristic, 1 with the heuristic kept, 1 not finished, 1 failed, "
         "1 not started; saved in configs"
     )
+    assert "not started, because the time was over: reported@v0 f32[40,8]" in lines
     assert "2 searches can continue: run the command again." in lines[-1]
     assert "3 calls have no saved configuration yet, so EJKERNEL_ON_MISS=error raises." in lines[-1]
 

@@ -37,6 +37,7 @@ from ejkernel.ops.utils.random_arrays import random_array
 
 CHOSEN: Final = "chosen"  # the call without a request for an implementation
 REFERENCE: Final = "reference"
+_SLOWER: Final = "For this call, plain JAX is better: call it instead, or make it a candidate of the kernel."
 # The call that computes the gradient of a scalar loss together with the loss, and another name of the loss per token.
 _IN_TRAINING: Final = {"linear_cross_entropy": "linear_cross_entropy_gradients"}
 _PER_TOKEN: Final = {"token_log_probs": "linear_cross_entropy"}
@@ -179,7 +180,9 @@ def _print(options: BenchOptions, result: _Result) -> None:
     more["configuration"] = lambda each: "; ".join(result.configurations(each.name)) or "-"
     print_table(options, result.builds, found, result.missing, more)
     if REFERENCE in found.over:
-        click.echo(report.wrapped(verdict("the chosen program", "the reference", found.over[REFERENCE], advice="")))
+        click.echo(
+            report.wrapped(verdict("the chosen program", "the reference", found.over[REFERENCE], advice=_SLOWER))
+        )
     click.echo(report.wrapped(_roofline(cost, peak)))
     if guessed := integers_in_words(result.inv):
         click.echo(report.wrapped(f"Inputs: {guessed}"))

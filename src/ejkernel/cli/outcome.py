@@ -27,6 +27,7 @@ _KINDS: Final = {
     "failed": "failed",
     "not started": "not started",
 }
+_SHOWN: Final = 6  # calls that were not started
 _LEAST: Final = 10.0  # seconds of a budget that is worth suggesting
 
 
@@ -110,10 +111,19 @@ class TuneOutcome:
         for search in self.searches:
             if guessed := integers_in_words(search.inv):
                 yield f"{_name(search.inv)}: {guessed}"
-        failed = self._kinds().get("failed", [])
         for search in self.searches:
             if search.is_only_here:
                 yield f"{_name(search.inv)}: not saved: {search.not_saved}"
+        yield from self._without_search()
+
+    def _without_search(self) -> Iterator[str]:
+        """Yield the calls that were not started, and those whose search failed."""
+        if self.not_started:
+            names = [_name(inv) for inv in self.not_started[:_SHOWN]]
+            others = len(self.not_started) - len(names)
+            more = f"; and {counted(others, 'other')}" if others else ""
+            yield f"not started, because the time was over: {'; '.join(names)}{more}"
+        failed = self._kinds().get("failed", [])
         if failed:
             which = "its search" if len(failed) == 1 else "their searches"
             yield (

@@ -14,6 +14,7 @@ import inspect
 import itertools
 import math
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import ArgumentError, EjkernelError
 from ejkernel.ops.utils.validation import call_that_raised
 
+_KEY: Final = re.compile("[0-9a-f]{16}")  # of a call
 _SHOWN: Final = 6  # maximum number of names, and of traceback frames, in a message
 
 
@@ -68,6 +70,11 @@ def located(target: str) -> Program:
     place, separator, function = target.rpartition(":")
     if not separator or not place or not function:
         raise ArgumentError(_what_to_type(target))
+    if _KEY.fullmatch(function) and not _is_path(place):
+        raise ArgumentError(
+            f"{target} is a call; `ejkernel show --log {target}` prints its search. Here, pass the program that makes "
+            "it, MODULE:FUNCTION."
+        )
     if not _is_path(place):
         return Program(target=target, module=place, function=function)
     file = _module_file(expanded(place), function)

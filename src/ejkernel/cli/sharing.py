@@ -121,14 +121,24 @@ def run_diff(one: str, other: str, cache: Path | None, *, as_json: bool) -> int:
     folder = _folder(cache)
     theirs, ours = place_of(one, folder), place_of(other or str(folder), folder)
     found = [step for step in plan([theirs], ours).steps if step.action != "same"]
-    missing = [step for step in plan([ours], theirs).steps if step.ours is None]
+    back = plan([ours], theirs).steps
+    missing = [step for step in back if step.ours is None]
     if as_json:
         report.echo_json({"left": str(ours), "right": str(theirs), **_sides(found, missing)})
     else:
         rows = sorted([*(_row(step) for step in found), *(_row(step, only_left=True) for step in missing)])
         _table(("device", "operation", "arguments", "left", "right", "better", "why"), rows)
-        click.echo(f"left is {ours}, right is {theirs}: {counted(len(rows), 'difference')}", err=True)
+        counts = _counts(found, missing, len(back))
+        click.echo(f"left is {ours}, right is {theirs}: {counted(len(rows), 'difference')}: {counts}", err=True)
     return 1 if found or missing else 0
+
+
+def _counts(found: Sequence[Step], missing: Sequence[Step], left: int) -> str:
+    """Return the numbers of entries, given the differences, those only left, and the number of entries left."""
+    added = sum(step.ours is None for step in found)
+    different = len(found) - added
+    same = left - len(missing) - different
+    return f"{len(missing)} only left, {added} only right, {different} in both but different, {same} identical"
 
 
 def _bring(sources: Sequence[Place], target: Place, *, dry_run: bool, as_json: bool) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -85,6 +84,7 @@ class Answer:
         rounds: The rounds of this comparison.
         dropped: Why configurations are not kept, by call.
         mapping: How much memory the steps map anew, if configurations were dropped; see `of_mapping`.
+        undecided: Whether the new configurations seem to slow the step, but within the noise.
         skipped: Why the step was not compared; empty if it was.
     """
 
@@ -94,6 +94,7 @@ class Answer:
     rounds: int = 0
     dropped: Mapping[ConfigKey, str] = dataclasses.field(default_factory=dict)
     mapping: str = ""
+    undecided: bool = False
     skipped: str = ""
 
 
@@ -144,12 +145,12 @@ def choose(winners: Sequence[Winner], before: Build, make: Make, left: Callable[
     try:
         builds.append(make(_AFTER, configs | {winner.key: winner.after for winner in winners}))
     except _FAILS as error:
-        search = _Search(before, configs, f"does not run: {_first_line(error)}")
+        search = _Search(before, before.first, configs, f"does not run: {_first_line(error)}")
     else:
         found = _race(builds, left())
         if not is_slower(found.over[_BEFORE]):
-            return _answer_of(found)
-        search = _Search(before, configs, _slowed(found, _AFTER))
+            return dataclasses.replace(_answer_of(found), undecided=_may_be_slower(found.over[_BEFORE]))
+        search = _Search(before, found.seconds[_BEFORE], configs, _slowed(found, _AFTER))
     if len(winners) == 1:
         search.drop(winners[0], f"with it {search.together}")
     else:
@@ -177,32 +178,31 @@ class _Search:
         dropped: Why the other winners were dropped.
     """
 
-    def __init__(self, before: Build, configs: dict[ConfigKey, Any], together: str) -> None:
+    def __init__(self, before: Build, seconds: float, configs: dict[ConfigKey, Any], together: str) -> None:
         self.before, self.configs, self.together = before, configs, together
         self.best = before
-        seconds = statistics.median(before.samples[WARM_UP:] or [before.first])
         self.answer = Answer(before=seconds, after=seconds, over={"median": 1.0, "low": 1.0, "high": 1.0})
         self.dropped: dict[ConfigKey, str] = {}
 
     def add(self, winner: Winner, make: Make, left: Callable[[], float]) -> None:
         """Keep a winner if the step gets no slower."""
+        if why := self._why_not_added(winner, make, left):
+            self.drop(winner, why)
+
+    def _why_not_added(self, winner: Winner, make: Make, left: Callable[[], float]) -> str:
         if left() <= 0:
-            self.drop(winner, f"with all new configurations {self.together}; no time was left to try this one alone")
-            return
+            return f"with all new configurations {self.together}; no time was left to try this one alone"
         configs = self.configs | {winner.key: winner.after}
         try:
             build = make(_NEXT, configs)
         except _FAILS as error:
-            self.drop(winner, f"with it does not run: {_first_line(error)}")
-            return
-        others = [self.before] if self.best is self.before else [self.before, self.best]
-        found = _race([*others, build], left())
-        over = [found.over[other.name] for other in others]
-        if any(is_slower(one) or one["median"] < _DOUBT for one in over):
-            self.drop(winner, f"with it {_slowed(found, _NEXT)}")
-            return
+            return f"with it does not run: {_first_line(error)}"
+        found = _race([self.before, *([] if self.best is self.before else [self.best]), build], left())
+        if any(map(_may_be_slower, found.over.values())):
+            return f"with it {_slowed(found, _NEXT)}"
         build.name = _KEPT
         self.best, self.configs, self.answer = build, configs, _answer_of(found)
+        return ""
 
     def drop(self, winner: Winner, why: str) -> None:
         """Drop a winner."""
@@ -211,12 +211,21 @@ class _Search:
 
 
 def _race(builds: Sequence[Build], seconds: float) -> Comparison:
-    """Run the builds in interleaved rounds; the last is the reference."""
+    """Run the builds in interleaved rounds, for longer if the last seems slower; it is the reference."""
     for each in builds:
         each.forget()
-    deadline = time.monotonic() + min(seconds / 2, _RACE)
-    run_rounds([each.step for each in builds], _ROUNDS, deadline=deadline, say=say)
-    return compared({each.name: each.samples for each in builds}, builds[-1].name)
+    started = time.monotonic()
+    for deadline in (min(seconds / 3, _RACE), seconds * 2 / 3):
+        run_rounds([each.step for each in builds], _ROUNDS, deadline=started + deadline, say=say)
+        found = compared({each.name: each.samples for each in builds}, builds[-1].name)
+        if not any(_may_be_slower(over) and not is_slower(over) for over in found.over.values()):
+            break
+    return found
+
+
+def _may_be_slower(over: Mapping[str, float]) -> bool:
+    """Return whether a step seems slower than another; after a slower step with all winners, this is enough."""
+    return is_slower(over) or over["median"] < _DOUBT
 
 
 def _slowed(found: Comparison, name: str) -> str:

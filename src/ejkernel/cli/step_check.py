@@ -83,8 +83,8 @@ class Checked:
         said = [f"{winner.name}: not kept: {self.answer.dropped[winner.key]}" for winner in dropped]
         said += [self.answer.mapping] if self.answer.mapping else []
         times = self.note(self.winners[0]).times
-        low, high = self.answer.over["low"], self.answer.over["high"]
-        doubt = "; too noisy to tell the difference" if low < 1 < high and high > 1.1 * low else ""
+        again = "; this machine is too noisy to tell whether it is slower: the next run compares it again"
+        doubt = again if self.answer.undecided else ""
         none = "; no new configuration is kept" if len(dropped) == len(self.winners) else ""
         return [printable(line) for line in (*said, f"step: {times}{doubt}{none}")]
 
@@ -98,7 +98,12 @@ class Checked:
             for winner in self.winners
             if (why := self.answer.dropped.get(winner.key))
         ]
-        return note | {"dropped": dropped, "why": self.answer.mapping, "skipped": None}
+        return note | {
+            "dropped": dropped,
+            "why": self.answer.mapping,
+            "undecided": self.answer.undecided,
+            "skipped": None,
+        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,11 +155,10 @@ class StepCheck:
             time=datetime.datetime.now(datetime.UTC),
             advice=self._advice,
         )
-        if not answer.skipped:
-            for inv in self.found.calls:
-                for winner in winners:
-                    if winner.key == inv.key:
-                        self._settle(inv, winner, checked.note(winner))
+        if not (answer.skipped or answer.undecided):
+            calls = {inv.key: inv for inv in self.found.calls}
+            for winner in winners:
+                self._settle(calls[winner.key], winner, checked.note(winner))
         return checked
 
     @property
@@ -176,21 +180,17 @@ class StepCheck:
         """Yield the calls with a configuration that won a search and whose step was not compared."""
         for inv in self.found.calls:
             config, entry = self.saved.in_force(inv) or (None, None)
-            if entry is None or not self.saved.is_own(entry) or SearchProgress.stored_in(entry.measured) is None:
+            if entry is None or not self.saved.is_own(entry) or not _won(entry):
                 continue
             before = self._before(inv, entry)
-            if is_kept_in(entry.measured) or StepNote.stored_in(entry.measured) or before is None:
-                continue
-            if not same_config(before, config):
-                seconds = _heuristic_seconds(entry)
-                saves = 0.0 if not entry.speedup else seconds * (1 - 1 / entry.speedup)
+            if before is not None and not same_config(before, config):
                 yield Winner(
                     key=inv.key,
                     name=f"{inv.op_id_v} {arguments(inv.description)}",
                     before=before,
                     after=config,
                     alone=entry.speedup,
-                    gain=saves * self.found.times.get(inv.key, 1),
+                    gain=_saved_seconds(entry) * self.found.times.get(inv.key, 1),
                 )
 
     def _before(self, inv: Invocation[Any, Any], now: StoredEntry) -> Any:
@@ -210,19 +210,19 @@ class StepCheck:
         _, entry = self.saved.in_force(inv) or (None, None)
         if entry is None or entry.config != to_data(winner.after):
             return
-        config, measured = winner.after, dict(entry.measured or {})
-        if note.why:
-            config = winner.before
-            _, earlier = self.earlier.get(inv.key, (None, None))
-            if earlier is not None and earlier.config == to_data(config):
-                # The search of this run is the newest; it need not be repeated.
-                own = dict(earlier.measured or {})
-                measured = own | {
-                    name: measured[name] for name in ("search", "space") if name in own and name in measured
-                }
-            else:
-                measured |= {"winner": measured.get("heuristic"), "speedup": 1.0, "confidence": None}
+        measured = self._measured_before(entry, winner) if note.why else entry.measured or {}
+        config = winner.before if note.why else winner.after
         self.saved.chain.remember(inv.key, config, call=entry.call, measured=note.added_to(measured))
+
+    def _measured_before(self, entry: StoredEntry, winner: Winner) -> Mapping[str, Any]:
+        """Return the figures of the configuration before, for the entry of a call that drops a new one."""
+        measured = dict(entry.measured or {})
+        _, earlier = self.earlier.get(winner.key, (None, None))
+        if earlier is None or earlier.config != to_data(winner.before):
+            return measured | {"winner": measured.get("heuristic"), "speedup": 1.0, "confidence": None}
+        own = dict(earlier.measured or {})
+        # The search of this run is the newest; it need not be repeated.
+        return own | {name: measured[name] for name in ("search", "space") if name in own and name in measured}
 
 
 def _asked_elsewhere(question: Question) -> Answer:
@@ -240,10 +240,17 @@ def _asked_elsewhere(question: Question) -> Answer:
     return answer
 
 
-def _heuristic_seconds(entry: StoredEntry) -> float:
+def _won(entry: StoredEntry) -> bool:
+    """Return whether the configuration of an entry has won a search, and was not compared in a step since."""
+    is_searched = SearchProgress.stored_in(entry.measured) is not None
+    return is_searched and not is_kept_in(entry.measured) and StepNote.stored_in(entry.measured) is None
+
+
+def _saved_seconds(entry: StoredEntry) -> float:
+    """Return the seconds that a configuration saves in each call, compared with the heuristic."""
     times = (entry.measured or {}).get("heuristic")
     found = times.get("median_us") if isinstance(times, dict) else None
-    return found / 1e6 if isinstance(found, int | float) else 0.0
+    return found / 1e6 * (1 - 1 / entry.speedup) if isinstance(found, int | float) and entry.speedup else 0.0
 
 
 def settled(result: AutotuningResult, checked: Checked | None) -> AutotuningResult:

@@ -188,11 +188,8 @@ def _tune_found(
     seconds = time.monotonic() - started
     checked = None if check is None else _checked(options, check, result, found, seconds)
     result = settled(result, checked)
-    if options.as_json:
-        step = None if checked is None else checked.data()
-        report.echo_json(report.result_as_data(result, found.times) | ({"step": step} if step else {}))
-    elif result.searches or not todo:
-        click.echo(report.searches(result, verbose=options.verbose, times=found.times))
+    if options.as_json or result.searches or not todo:
+        _print_result(options, result, checked, found)
     failed = 0
     tried = _in_one(todo)
     if tried:
@@ -208,12 +205,23 @@ def _tune_found(
         failed = outcome.failed
         _print(console, outcome.lines())
     _print(console, saved.doubts(tried, result.searches, options.budget))
-    _print(console, () if checked is None else checked.lines())
+    if checked is not None:
+        _print(console, checked.lines())
+    elif check is not None and tried:
+        _print(console, ["step: unchanged, because no call has a new configuration"])
     found.settle(saved.is_tuned)
     if todo and not result.searches:
         raise TuningError("no call could be tuned; the warnings above say why.")
     has_entries = bool(result.searches) and all(map(saved.are_tuned, todo))
     return 1 if failed or (todo and not len(result) and not has_entries) else 0
+
+
+def _print_result(options: TuneOptions, result: AutotuningResult, checked: Checked | None, found: Found) -> None:
+    if options.as_json:
+        step = {} if checked is None else {"step": checked.data()}
+        report.echo_json(report.result_as_data(result, found.times) | step)
+    else:
+        click.echo(report.searches(result, verbose=options.verbose, times=found.times))
 
 
 def _step_check(options: TuneOptions, source: Source, found: Found, saved: SavedCalls) -> StepCheck | None:

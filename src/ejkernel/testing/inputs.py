@@ -64,7 +64,8 @@ def value_rows(numbers: Numbers, configs: Sequence[Any]) -> Iterator[CheckRow]:
                 yield from (_value_row(numbers, config, f"scaled by {factor:g}", scaled, *truth) for config in configs)
                 break
         else:
-            reason = f"{numbers.whose} result is not finite for such inputs"
+            tried = "".join(f", nor scaled by {factor:g}" for factor in factors[1:])
+            reason = f"{numbers.whose} result is not finite for such inputs{tried}"
             yield row(f"scaled by {factors[0]:g}", None, reason, skipped=True)
     names = {"zeros": list(floats)}
     if len(floats) > 1:

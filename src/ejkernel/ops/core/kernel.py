@@ -27,7 +27,7 @@ from ejkernel.ops.core.invocation import Invocation as Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.sharding.split import CallPart
 from ejkernel.ops.core.types import Cfg, Cost, Out
-from ejkernel.ops.errors import ArgumentError, CallError, EjkernelError, NoConfigError
+from ejkernel.ops.errors import ArgumentError, CallError, NoConfigError
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.error_text import error_text, value_text
 from ejkernel.ops.utils.formatting import compact
@@ -70,7 +70,7 @@ class Kernel(Computation[Cfg, Out]):
         executor = services.made.executor or services.made.default_executor()
         try:
             return typing.cast(Out, executor.call(self, args, kwargs, cfg))
-        except EjkernelError as error:
+        except Exception as error:  # also an error of the user's code in `run`
             hide_frames(error)
             raise
 

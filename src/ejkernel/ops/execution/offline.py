@@ -30,7 +30,9 @@ from ejkernel.ops.execution.executor import Executor, default_executor
 from ejkernel.ops.registry import Recorded, get_invocations
 from ejkernel.ops.utils.error_text import where
 from ejkernel.ops.utils.fingerprint import device_fingerprint
+from ejkernel.ops.utils.formatting import arguments
 from ejkernel.ops.utils.messages.names import BUDGETS, frames_hidden, raise_if_misfit
+from ejkernel.ops.utils.messages.terminal import say_on_terminal
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.meta import SPLIT
 from ejkernel.ops.utils.validation import check_argument, is_count
@@ -185,6 +187,9 @@ def tune_together(
     policy = effective_policy(selector)
 
     def search(calls: Sequence[SharedCall]) -> AutotuneData:
+        if progress is None:
+            inv, number = calls[0].inv, next(n for n, each in enumerate(sets, 1) if each is calls)
+            say_on_terminal(f"tuning {inv.op_id} {arguments(inv.description)} ({number} of {len(sets)})")
         return _tune_one(selector, calls, compiled or {}, resume=resume)
 
     with process_session(policy), _progress_reported([calls[0].inv for calls in sets], progress):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -11,6 +12,15 @@ from hypothesis import strategies as st
 from tests.ops.config.shared.stores import entry
 
 from ejkernel.ops.config.shared.choice import best_of_classes, by_preference, evidence, judge
+from ejkernel.ops.config.step_notes import StepNote
+
+NOTE = StepNote(target="train:step", before_us=1.0, after_us=1.0, speedup=1.0, low=1.0, high=1.0, rounds=9)
+
+
+def compared(entry):
+    """The entry, after a comparison of a program's step."""
+    return dataclasses.replace(entry, measured=NOTE.added_to(entry.measured))
+
 
 SMALL = st.builds(
     entry,
@@ -29,6 +39,8 @@ SMALL = st.builds(
         (entry(rows=1, speedup=1.5), entry(rows=2, speedup=1.2), False, False, "ours has 1.50x"),
         (entry(rows=1, speedup=1.5), entry(rows=2, speedup=1.51), True, True, "theirs 1.51x"),
         (entry(speedup=1.5), entry(speedup=1.51), True, False, "the same configuration"),
+        (compared(entry(rows=1, speedup=1.0)), entry(rows=2), False, False, "only ours was compared in the step"),
+        (entry(rows=2), compared(entry(rows=1, speedup=1.0)), True, False, "only theirs was compared in the step"),
         (entry(rows=1, measured=False), entry(rows=2), False, True, "ours was set by hand"),
         (entry(rows=1), entry(rows=2, measured=False), False, True, "theirs was set by hand"),
         (entry(measured=False), entry(), False, False, "ours was set by hand"),

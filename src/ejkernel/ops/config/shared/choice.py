@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.shared.packs import line_of
 from ejkernel.ops.config.staleness import differences, measured_with, text_of_differences
+from ejkernel.ops.config.step_notes import StepNote
 from ejkernel.ops.utils.formatting import ratio
 from ejkernel.ops.utils.storage.encode import dumps
 
@@ -28,6 +29,8 @@ class Evidence(NamedTuple):
 
     Attributes:
         is_measured: The entry was measured, not set by hand.
+        is_compared: The whole step of a program was compared without and with the winner of the search. So the entry
+            of a winner that slows a step, with the configuration before, beats one that has only won by itself.
         is_whole: The search was not interrupted.
         speedup: Speed-up over the heuristic in the same search. Compared before `seconds`, since clock rates differ
             between machines.
@@ -38,6 +41,7 @@ class Evidence(NamedTuple):
     """
 
     is_measured: bool
+    is_compared: bool
     is_whole: bool
     speedup: float
     seconds: float
@@ -57,6 +61,7 @@ def evidence(entry: StoredEntry) -> Evidence:
         speedup = before / seconds if before and seconds else None
     return Evidence(
         is_measured=median is not None,
+        is_compared=StepNote.stored_in(measured) is not None,
         is_whole=measured.get("interrupted") is not True,
         speedup=speedup or 1.0,
         seconds=-(seconds or math.inf),
@@ -161,6 +166,9 @@ def judge(ours: StoredEntry, theirs: StoredEntry) -> Verdict:
         return Verdict(other > mine, "the same configuration")
     if together(ours) != together(theirs):
         mine, other = mine._replace(speedup=_own_speedup(ours)), other._replace(speedup=_own_speedup(theirs))
+    if mine.is_compared != other.is_compared:
+        which = "ours" if mine.is_compared else "theirs"
+        return Verdict(other > mine, f"only {which} was compared in the step of a program")
     about_equal = max(mine.speedup, other.speedup) < _APART * min(mine.speedup, other.speedup)
     why = f"ours has {ratio(mine.speedup)} the heuristic's speed, theirs {ratio(other.speedup)}"
     return Verdict(other > mine, why, about_equal)

@@ -124,7 +124,7 @@ def names_checked(aliases: Mapping[str, str]) -> Callable[[Callable[P, R]], Call
     return decorate
 
 
-def hide_frames(error: EjkernelError) -> None:
+def hide_frames(error: Exception) -> None:
     """Make the traceback of an error end at the user's line, unless `JAX_TRACEBACK_FILTERING=off`.
 
     Raise the error again with a bare `raise`, which adds no frame.
