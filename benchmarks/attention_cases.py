@@ -344,19 +344,19 @@ def case_named(name: str) -> Case:
 
 
 _IN_WORDS = re.compile(
-    r"(causal|full) B(\d+) T(\d+) H(\d+)/(\d+) D(\d+)"
+    r"(causal|full) B(\d+) T(\d+) H(\d+)/(\d+) D(\d+)(?:/(?P<value_dim>\d+))?"
     r"(?P<lengths> lengths)?(?: (?P<dtype>float16|float32))?(?P<sinks> sinks)?(?: window (?P<window>\d+))?"
 )
 
 
 def _case_in_words(found: re.Match[str]) -> Case:
-    """Return the case whose words are `found`; it has no bias, segments, soft cap or unequal head dimensions."""
+    """Return the case whose words are `found`; it has no bias, segments or soft cap."""
     batch, seq, heads, groups, dim = map(int, found.groups()[1:6])
-    return _case(
-        seq,
-        (heads, groups),
-        dim,
-        batch,
+    return Case(
+        batch=batch,
+        seq=seq,
+        heads=(heads, groups),
+        dims=(dim, int(found["value_dim"] or dim)),
         causal=found[1] == "causal",
         window=None if found["window"] is None else int(found["window"]),
         lengths=found["lengths"] is not None,

@@ -178,9 +178,9 @@ def measured(
                 given = [(x,) if direction == "fwd" else (x, d, r) for (d, x), r in zip(sets, residuals, strict=True)]
                 runner = Runner(function, [jax.tree.leaves(x) for x in given])
                 jax.block_until_ready(runner())
-                runners[_title(entry)] = runner
+                runners[title_of(entry)] = runner
             except Exception as error:  # noqa: BLE001 - any error of a contender is its result
-                reasons[_title(entry)] = error_text(error)[:200]
+                reasons[title_of(entry)] = error_text(error)[:200]
         times = interleaved(list(runners.values()), rounds=rounds)
         medians = {name: round(1e6 * x.median, 1) for name, x in zip(runners, times, strict=True)}
         apart = {name: float(f"{x:.1e}") for name, x in apart_from_first(runners).items()}
@@ -193,7 +193,8 @@ def _residuals(found: Any) -> Any:
     return out, lse
 
 
-def _title(entry: Direction) -> str:
+def title_of(entry: Direction) -> str:
+    """Return the name of a contender in a row."""
     return entry.contender if entry.params is None else f"{entry.contender} {entry.params}"
 
 

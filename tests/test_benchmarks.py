@@ -9,12 +9,15 @@ import re
 
 import numpy as np
 import pytest
-from benchmarks import attention_choice, attention_drawn, gpu_run, grouped_bounds
+from benchmarks import attention_choice, attention_drawn, attention_near, gpu_run, grouped_bounds
 from benchmarks.apart import AnsweringProcess, run_apart
 from benchmarks.attention_cases import case_named, words_of
 from benchmarks.gpu_run import Step
 from benchmarks.grouped_bounds import Rates, bound, tile_rows
 from benchmarks.grouped_matmul import Shape
+
+from ejkernel.kernels.flash_attention.operation import flash_attention as operation
+from ejkernel.ops.autotuner.compile.targets import Target
 
 # --- measurements in a separate process ---
 
@@ -173,3 +176,19 @@ def test_rows_measured_again_take_the_places_of_the_old_ones():
     again = [own | {"right": 0, "us": {"mosaic_gpu": 1.0, "cudnn": 2.0}}, own | {"us": {"cudnn": 1.0}}, other]
     found = {"environment": {"device": "NVIDIA H100; some CPU"}, "calls": again}
     assert attention_choice.updated(rows, found) == [own, again[0] | {"device": "NVIDIA H100"}, other]
+
+
+# --- attention_near: candidates near the heuristic ---
+
+
+def test_a_draw_is_tuned_from_the_heuristic_by_different_changes():
+    with Target.named("nvidia_h200").entered():
+        entries = dict(attention_near.entries_of("causal B1 T4096 H16/4 D128", 4))
+        found = [(entry.direction, entry.contender) for entry in entries]
+        assert found == [("fwd", "mosaic_gpu")] * 5 + [("fwd", "cudnn")] + [("bwd", "mosaic_gpu")] * 5 + [
+            ("bwd", "cudnn")
+        ]
+        (forward, inv), (gradient, of_gradient) = [list(entries.items())[i] for i in (0, 6)]
+        assert operation.heuristic_cfg(inv).fwd == forward.params
+        assert operation.heuristic_cfg(of_gradient).bwd == gradient.params
+    assert len({one.params.form for one in entries if one.contender == "mosaic_gpu" and one.direction == "bwd"}) == 2

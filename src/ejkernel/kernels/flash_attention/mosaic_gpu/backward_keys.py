@@ -138,7 +138,7 @@ class KeyBlockKernel:
         self.parts = problem.groups * params.head_parts
         self.heads_per_part = problem.heads // self.parts
         self.programs = problem.batch * self.parts * self.key_blocks
-        self.longest_first = order_of(problem, params).longest_first
+        self.together = order_of(problem, params).together
         self.matrices = Matrices(backend, pieced=problem.pieced)
         buffers = key_block_buffers(problem, params)
         self.bias_in_tiles = problem.bias is not None and bias_in_tiles(problem, params)
@@ -233,10 +233,9 @@ class KeyBlockKernel:
 
         See `backward_order`.
         """
-        rest, part = lax.div(index, self.parts), lax.rem(index, self.parts)
-        if self.longest_first:
-            return lax.div(rest, self.problem.batch), lax.rem(rest, self.problem.batch), part
-        return lax.rem(rest, self.key_blocks), lax.div(rest, self.key_blocks), part
+        turn, rest = lax.div(index, self.together * self.key_blocks), lax.rem(index, self.together * self.key_blocks)
+        number, part = lax.div(rest, self.together), turn * self.together + lax.rem(rest, self.together)
+        return number, lax.div(part, self.parts), lax.rem(part, self.parts)
 
     # Producer.
 

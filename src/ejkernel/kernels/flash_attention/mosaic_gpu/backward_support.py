@@ -29,6 +29,7 @@ _SHORT_WINDOW = 64  # keys; the backward at head_dim 64 took 91 us instead of 11
 # Keys, up to head_dim 64: with 128 queries in a step instead of 64, six of seven backwards took 7 to 16 % longer.
 _NARROW_WINDOW = 512
 _SPLIT_WINDOW = 256  # keys, up to head_dim 128: in the fused form, four backwards took 1 to 15 % longer
+_SHORT_SEQUENCE = 512
 _LEAST_BLOCKS = 250  # nearly two per multiprocessor, so that a long and a short one can share it
 # Registers for accumulators per consumer thread, by consumer warpgroups: all but 32, which addresses and a tile's
 # numbers need. With 16 instead of 32, parameters passed that spilled.
@@ -64,36 +65,72 @@ def is_deterministic(call: AttentionCall, params: BackwardParams) -> bool:
 
 def heuristic(call: AttentionCall) -> BackwardParams:
     """Return good parameters for `call`: the best, or nearly the best, on the measured shapes."""
-    head_dim, value_dim = padded_dim(call.query[3]), padded_dim(call.value[3])
-    wide = max(head_dim, value_dim)
-    window = math.inf if call.rules.left is None else call.rules.left
-    if wide <= 64:
-        choices = [BackwardParams(q_block=64)]
-        if window <= _SHORT_WINDOW:  # 128 keys see three blocks of 64 queries, or two of 128
-            choices.append(BackwardParams(q_block=64, warpgroups=1))
-        if not call.rules.dropout_rate:  # a dropout takes registers
-            choices.insert(len(choices) if window < _NARROW_WINDOW else 0, BackwardParams(q_block=128))
-    elif wide <= 128:
-        choices = [BackwardParams(), BackwardParams(dout_stages=1)]
-        if window < _SPLIT_WINDOW and not _is_fused_in_window(call):
-            # With 4 or 8 heads for each key head, by products: 120 us instead of 132 and 146 instead of 162 at D128,
-            # 107 instead of 114 at D120, 76 instead of 87 at D72 in a window of 64; but at D112 in one of 256, 234
-            # instead of 224. With one head: 115 instead of 115, 217 instead of 207.
-            shared = call.query[2] >= 4 * call.key[2] and (call.query[3] > 112 or window < 2 * _SHORT_WINDOW - 1)
-            choices.insert(0, dataclasses.replace(_split(2, 2), division="products" if shared else "keys", kv_stages=2))
-    elif head_dim + value_dim <= 320:
-        choices = [dataclasses.replace(_split(2, 2), kv_stages=2), BackwardParams(division="products"), _split(2, 1)]
-    else:
-        choices = [_split(2, 2), _split(2, 1), _split(1, 1)]
-    # The fused form adds up dQ in memory, in nondeterministic order.
-    if call.deterministic:
+    wide = max(padded_dim(call.query[3]), padded_dim(call.value[3]))
+    if call.deterministic:  # the fused form adds up dQ in memory, in nondeterministic order
         choices = [_split(2, 2), _split(2, 1), _split(1, 1)]
         choices[:0] = [
             dataclasses.replace(params, division="keys", kv_stages=2) for params in choices[:2] if wide <= 128
         ]
+    else:
+        choices = _narrow(call) if wide <= 64 else _medium(call) if wide <= 128 else _wide(call)
     fitting = [params for params in choices if params_fault(call, params) is None]
     params = fitting[0] if fitting else space(call)[0]
     return dataclasses.replace(params, head_parts=_enough_parts(backward_problem(call), params))
+
+
+def _narrow(call: AttentionCall) -> list[BackwardParams]:
+    """Return parameters for up to 64 columns, the best first; the first that fit are chosen."""
+    window = math.inf if call.rules.left is None else call.rules.left
+    choices = [BackwardParams(q_block=64)]
+    if window <= _SHORT_WINDOW:  # 128 keys see three blocks of 64 queries, or two of 128
+        choices.append(BackwardParams(q_block=64, warpgroups=1))
+    if call.rules.dropout_rate:  # it takes registers
+        return choices
+    large = BackwardParams(q_block=128)
+    if window >= _NARROW_WINDOW:
+        return [large, *choices]
+    # Three stages: 95 us instead of 101 at D8, 122 instead of 128 at D32, where 64 queries do not fit.
+    return [*choices, dataclasses.replace(large, q_stages=3, dout_stages=3), large]
+
+
+def _medium(call: AttentionCall) -> list[BackwardParams]:
+    """Return parameters for 65 to 128 columns, the best first."""
+    choices = [BackwardParams(), BackwardParams(dout_stages=1)]
+    window = math.inf if call.rules.left is None else call.rules.left
+    if window < _SPLIT_WINDOW and not _is_fused_in_window(call):
+        # With 4 or 8 heads for each key head, by products: 120 us instead of 132 and 146 instead of 162 at D128, 107
+        # instead of 114 at D120, 76 instead of 87 at D72 in a window of 64; but at D112 in one of 256, 234 instead of
+        # 224. With one head: 115 instead of 115, 217 instead of 207.
+        shared = call.query[2] >= 4 * call.key[2] and (call.query[3] > 112 or window < 2 * _SHORT_WINDOW - 1)
+        return [dataclasses.replace(_split(2, 2), division="products" if shared else "keys", kv_stages=2), *choices]
+    if _is_short_and_causal(call):
+        return [dataclasses.replace(_split(2, 2), division="keys", kv_block=128, kv_stages=2), *choices]
+    return choices
+
+
+def _wide(call: AttentionCall) -> list[BackwardParams]:
+    """Return parameters for more than 128 columns, the best first."""
+    head_dim, value_dim = padded_dim(call.query[3]), padded_dim(call.value[3])
+    choices = [_split(2, 2), _split(2, 1), _split(1, 1)]
+    if head_dim + value_dim <= 320:
+        choices = [dataclasses.replace(_split(2, 2), kv_stages=2), BackwardParams(division="products"), _split(2, 1)]
+    if value_dim <= head_dim:
+        return choices
+    # Fused: 1,187 us instead of 1,741 at D64/184, 1,164 instead of 1,762 at D40/136, and by products 1,470 instead of
+    # 1,808 at D64/256, 473 instead of 531 at D128/192. But wider queries: 1,382 instead of 1,016 at D184/64.
+    choices.insert(0, BackwardParams(division="products"))
+    if head_dim <= 64 or (head_dim <= 96 and call.rules.right is None):  # causal, D96/160: 941 us instead of 1,096
+        choices.insert(0, BackwardParams())
+    return choices
+
+
+def _is_short_and_causal(call: AttentionCall) -> bool:
+    """Return whether the split form is faster for heads of 72 to 128 columns, as few queries see each block of keys.
+
+    Causal, 256 queries: 342 us instead of 421 at D128. 512: 442 instead of 458, 385 instead of 501 at D96, and 369
+    instead of 483 with 4 heads for each key head. But 768: 313 instead of 304, and without a mask 550 instead of 537.
+    """
+    return call.rules.right == 0 and call.bias is None and call.query[1] <= _SHORT_SEQUENCE
 
 
 def _is_fused_in_window(call: AttentionCall) -> bool:
@@ -112,8 +149,7 @@ def space(call: AttentionCall) -> tuple[BackwardParams, ...]:
     by_products = ("products", 2, 64)
     divisions = [("keys", 2, 128), ("keys", 2, 64), ("keys", 1, 64)] if wide <= 64 else [("keys", 2, 64), by_products]
     found = []
-    # Wider heads do not fit in the registers of consumers that hold both dK and dV.
-    for division, warpgroups, q_block in divisions if wide <= 128 else [by_products]:
+    for division, warpgroups, q_block in divisions:
         first = BackwardParams(division=division, warpgroups=warpgroups, q_block=q_block)
         fused = [dataclasses.replace(first, q_stages=a, dout_stages=b) for a, b in ((2, 2), (2, 1), (1, 1), (3, 3))]
         found += fused
@@ -127,14 +163,10 @@ def space(call: AttentionCall) -> tuple[BackwardParams, ...]:
 
 
 def _tried_parts(call: AttentionCall, params: BackwardParams) -> tuple[int, ...]:
-    """Return the values of `head_parts` to measure: only 1 if that gives enough blocks."""
+    """Return the values of `head_parts` to measure: the heuristic's, and others that give few blocks."""
     problem = backward_problem(call)
-    blocks = _key_blocks(problem, params)
-    return tuple(parts for parts in _parts(problem) if _is_tried(parts, blocks))
-
-
-def _is_tried(parts: int, blocks: int) -> bool:
-    return parts == 1 or parts * blocks <= FEW_BLOCKS
+    blocks, usual = _key_blocks(problem, params), _enough_parts(problem, params)
+    return tuple(parts for parts in _parts(problem) if parts in (1, usual) or parts * blocks <= FEW_BLOCKS)
 
 
 def _parts(problem: BackwardProblem) -> tuple[int, ...]:
@@ -147,8 +179,9 @@ def _enough_parts(problem: BackwardProblem, params: BackwardParams) -> int:
     """Return the fewest parts that fill the chip; of blocks of equal work, those whose last round is nearly full."""
     blocks, rules = _key_blocks(problem, params), problem.rules
     if rules.left is None and rules.right is not None and not (problem.key_lengths or problem.segments):
-        tried = [parts for parts in _parts(problem) if _is_tried(parts, blocks)]
-        return min(tried, key=lambda parts: order_of(problem, dataclasses.replace(params, head_parts=parts)).time)
+        return min(
+            _parts(problem), key=lambda parts: order_of(problem, dataclasses.replace(params, head_parts=parts)).time
+        )
     # Some blocks of keys are past their example's length, and end at once.
     least = _LEAST_BLOCKS * (2 if problem.key_lengths else 1)
     enough = [parts for parts in _parts(problem) if parts * blocks >= least] or [problem.heads_per_group]

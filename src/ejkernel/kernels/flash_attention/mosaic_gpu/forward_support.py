@@ -23,6 +23,7 @@ _KV_BLOCKS = (64, 80, 96, 128, 160)
 _NARROW_WINDOW, _SHORT_WINDOW, _SHORTEST_WINDOW = 512, 128, 64  # keys
 _CAPPED_WITH_POLYNOMIALS = 128  # head dimension
 _ALIKE_TILES = 10  # of a head
+_FEW_QUERIES, _MANY_QUERIES = 512, 1536
 _FEW_ODD_PARTS = (3, 5, 7)  # of the queries: half of the last tile of 128 is empty
 
 
@@ -217,6 +218,10 @@ def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool, left: int | 
         return _preferred_wide_once(call, wide, packs=packs)
     if call.query[3] != call.value[3]:
         return _preferred_unequal(call, params, packs=packs)
+    # 1,903 to 4,096 queries without a mask: 411 us instead of 426 at head_dim 248, 771 instead of 788 at 240. But 1,394
+    # queries: 794 instead of 784; and 3,383 queries at 256, 612 instead of 559.
+    if 240 <= wide < 256 and call.rules.right is None and call.query[1] >= _MANY_QUERIES:
+        return params.without_persistence()
     # Steps of 96 keys, 176: 325 us instead of 338, with a length 99 instead of 109; 208: 353 instead of 373. But 184:
     # 793 instead of 674, 200: 414 instead of 375, 192: 313 instead of 305; and under a causal mask they spill.
     many = wide in (176, 208) and call.rules.right is None
@@ -239,14 +244,19 @@ def _preferred_wide_window(left: int, params: ForwardParams, *, packs: bool) -> 
 
 def _preferred_unequal(call: AttentionCall, params: ForwardParams, *, packs: bool) -> ForwardParams:
     """Return good parameters for wide heads where queries are not as wide as values."""
-    if max(call.query[3], call.value[3]) <= 160:
+    wide = max(call.query[3], call.value[3])
+    if wide <= 160:
         return params
     if call.value[3] <= 64:  # queries take most of the memory: 96 keys leave room for two tiles
         return dataclasses.replace(params, kv_block=96, heads_first=False, pack_heads=packs)
-    # Beside much wider values, which share no buffer. At head_dim 64/168, full: 148 us instead of 170 with 64 keys;
-    # causal: 75 instead of 84 at 32/184 with 64, 124 instead of 138 at 56/168.
-    many = _has_much_wider_values(call) and call.rules.right is None
-    return dataclasses.replace(params, kv_block=96) if many else params
+    if not _has_much_wider_values(call):
+        return params
+    # Beside much wider values, which share no buffer. Steps of 128 keys at D64/184: 425 us instead of 497 with 64,
+    # causal 242 instead of 268; at D96/176 233 instead of 274. Where these do not fit, 96: 148 us instead of 170 with
+    # 64 at D64/168, but causal 212 instead of 176 at D120/184.
+    few = dataclasses.replace(params, kv_block=64 if call.rules.right is not None else 96)
+    many = dataclasses.replace(params, kv_block=128, query_buffers=1, share_buffer=False)
+    return many if params_fault(call, many) is None else few
 
 
 def _preferred_wide_once(call: AttentionCall, wide: int, *, packs: bool) -> ForwardParams:
@@ -282,7 +292,10 @@ def _preferred_causal(call: AttentionCall, *, narrow: bool) -> ForwardParams:
     """Return a persistent launch; for narrow heads the one of three sizes of tiles that should take the least time."""
     params = ForwardParams(persistent=True, query_buffers=2, share_buffer=True, heads_first=True)
     if not narrow:
-        return params
+        # Up to 512 queries: 96 us instead of 99 at D128, 71 instead of 74 at D112; but 83 instead of 83 at D96, and
+        # with shared keys 171 instead of 169.
+        few = call.query[1] <= _FEW_QUERIES and call.query[3] > 96 and call.query[2] == call.key[2]
+        return dataclasses.replace(params, kv_block=64, stages=3) if few else params
     large = dataclasses.replace(params, warpgroups=3)
     sizes = (params, dataclasses.replace(large, kv_block=64, stages=3), large)
     return min(sizes, key=lambda params: duration(forward_plan(call, params)))
