@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the configurations that the package ships: calls of published models, tuned on one H200.
+"""Make the configurations that the package ships: calls of published models, tuned on one GPU.
 
     python -m benchmarks.shipped compile models BUNDLES     # anywhere with JAX's CUDA plugin
-    python -m benchmarks.shipped tune models BUNDLES CACHE  # on the H200: seconds a call
+    python -m benchmarks.shipped tune models BUNDLES CACHE  # on the GPU: seconds a call
     python -m benchmarks.shipped ship CACHE                 # the results, into src/ejkernel/data/configs
 
 `models` is their attention, `experts` their grouped products, `quantized` their products in 8 bits, `cases` the cases
-of `benchmarks.attention`. The candidates of a call are variants of its heuristic, and configurations that were the best
-for some other shape; each is compiled once. All are measured, and the decision is the same as in `ejkernel tune`.
+of `benchmarks.attention`. `--target` names the GPU, by default an H200. The candidates of a call are variants of its
+heuristic, and configurations that were the best for some other shape; each is compiled once. All are measured, and the
+decision is the same as in `ejkernel tune`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from ejkernel.ops.errors import ConfigError, TuningError
 from ejkernel.ops.execution.discovery import discover_for
 from ejkernel.ops.utils.storage.serialize import stable_json
 
-TARGET = "nvidia_h200"
+TARGET = "nvidia_h200"  # by default
 GROUPED = (*experts.OPERATIONS, *quantized_uses.OPERATIONS)  # whose calls have no scores to check
 SHIPPED = Path(__file__).resolve().parents[1] / "src" / "ejkernel" / "data" / "configs"
 
@@ -147,9 +148,9 @@ def works_of(what: str) -> Works:
     return {f"{name}, {use}": functools.partial(calls_of, model, use) for name, model, use in USES}
 
 
-def aimed(find: Callable[[], list[Invocation[Any, Any]]]) -> list[Invocation[Any, Any]]:
-    """Return calls as they are on the target."""
-    target = Target.named(TARGET)
+def aimed(find: Callable[[], list[Invocation[Any, Any]]], target: Target | None = None) -> list[Invocation[Any, Any]]:
+    """Return calls as they are on the target, by default `TARGET`."""
+    target = target or Target.named(TARGET)
     with target.entered():
         found = find()
     return [dataclasses.replace(inv.abstract(), device=target.fingerprint) for inv in found]
@@ -247,14 +248,14 @@ def _folder(bundles: Path, number: int) -> Path:
     return bundles / f"{number:03d}"
 
 
-def compile_all(works: Works, only: Sequence[str], bundles: Path, processes: int) -> None:
+def compile_all(works: Works, only: Sequence[str], bundles: Path, processes: int, target: Target) -> None:
     """Compile the candidates of every work, each into a separate bundle; existing bundles stay."""
     for number, (name, find) in enumerate(works.items()):
         folder = _folder(bundles, number)
         if (folder / "manifest.json").exists() or name not in only:
             continue
-        started, target = time.monotonic(), Target.named(TARGET)
-        made = compile_bundle(aimed(find), target, folder, candidates=candidates, processes=processes)
+        started = time.monotonic()
+        made = compile_bundle(aimed(find, target), target, folder, candidates=candidates, processes=processes)
         programs = sum(len(call.programs) for call in made)
         print(f"{number} {name}: {programs} programs in {time.monotonic() - started:.0f} s", flush=True)
 
@@ -268,11 +269,13 @@ class Limits:
         budget: Seconds of a search.
         checked: The largest number of scores for a comparison with the reference, which needs several times the
             memory of all scores.
+        target: The device.
     """
 
     seconds: float
     budget: float
     checked: int
+    target: Target
 
 
 def tune_all(works: Works, only: Sequence[str], bundles: Path, cache: Path, limits: Limits) -> None:
@@ -285,7 +288,7 @@ def tune_all(works: Works, only: Sequence[str], bundles: Path, cache: Path, limi
             if not (folder / "manifest.json").exists() or name not in only:
                 continue
             compiled = {stable_json(call.description): call for call in read_bundle(folder)}
-            for inv in aimed(find):
+            for inv in aimed(find, limits.target):
                 if time.monotonic() < end and inv.key not in store:
                     _tune(inv, compiled.get(stable_json(inv.description)), store, name, limits)
 
@@ -341,6 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name != "ship":
             step.add_argument("what", choices=("models", "experts", "quantized", "cases"))
             step.add_argument("--only", nargs="+", metavar="NAME", help="names of uses or cases (default: all)")
+            step.add_argument("--target", default=TARGET, help="the GPU (default: %(default)s)")
         for folder in folders:
             step.add_argument(folder, type=Path)
         if name == "compile":
@@ -358,10 +362,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = sorted(set(only) - set(works))
     if unknown:
         parser.error(f"--only: no {', '.join(unknown)}; there are {', '.join(works)}")
+    target = Target.named(args.target)
     if args.step == "compile":
-        compile_all(works, only, args.bundles, args.processes)
+        compile_all(works, only, args.bundles, args.processes, target)
     else:
-        tune_all(works, only, args.bundles, args.cache, Limits(args.seconds, args.budget, args.checked))
+        tune_all(works, only, args.bundles, args.cache, Limits(args.seconds, args.budget, args.checked, target))
     return 0
 
 

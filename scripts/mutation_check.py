@@ -9,9 +9,9 @@ First record which test runs which line, then check a sample of faults:
 
 A fault changes one place of `ejkernel.ops.config`, `.core` or `.autotuner`: a comparison, a number, a condition, a
 loop. Only lines that a test runs are drawn. For each fault the tests that run its line are run until one
-fails, those that run the fewest lines first. A fault counts as noticed if a test fails, or if the tests do not end in
-time. The tests that noticed faults then run without any: one that fails all the same makes the check fail.
-`benchmarks/results/mutation.json` has the last figures.
+fails, those that run the fewest lines first. A fault counts as noticed if a test fails, if it ends the process of the
+tests, or if the tests do not end in time. The tests that noticed faults then run without any: one that fails all the
+same makes the check fail. `benchmarks/results/mutation.json` has the last figures.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ import cosmic_ray.ast
 import cosmic_ray.mutating
 import cosmic_ray.plugins
 import coverage
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = tuple(f"src/ejkernel/ops/{name}" for name in ("config", "core", "autotuner"))
@@ -57,7 +58,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the tests made of a fault; `noticed_by` is the test that failed, or "time" if they did not end."""
+    """What the tests made of a fault; `noticed_by` is the test that failed, "time" if they did not end, or "exit"."""
 
     fault: Fault
     code: str
@@ -149,7 +150,7 @@ def check(fault: Fault, tests: Sequence[str], copy: Path, seconds: float) -> Out
 
 
 def noticed_by(tests: Sequence[str], copy: Path, seconds: float) -> str | None:
-    """Return the test that fails, "time" if the tests take too long, or None if all pass."""
+    """Return the test that fails, or None if all pass; "time" if they take too long, "exit" if their process ends."""
     command = [sys.executable, "-m", "pytest", "-xq", "-n0", "-p", "no:cacheprovider", "--no-header", "-rfE", *tests]
     environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
@@ -163,6 +164,8 @@ def noticed_by(tests: Sequence[str], copy: Path, seconds: float) -> str | None:
     for line in run.stdout.splitlines():
         if line.startswith(("FAILED ", "ERROR ")):
             return line.partition(" ")[2].partition(" - ")[0]
+    if run.returncode > pytest.ExitCode.NO_TESTS_COLLECTED:
+        return "exit"
     raise RuntimeError(f"pytest ended with status {run.returncode} and no failed test: {run.stdout[-500:]}{run.stderr}")
 
 
@@ -191,7 +194,7 @@ def checked(
             copies.put(copied(Path(folder) / str(number)))
         with ThreadPoolExecutor(processes) as pool:
             outcomes = list(pool.map(outcome_of, *zip(*faults, strict=True)))
-        tests = {outcome.noticed_by for outcome in outcomes} - {None, "time"}
+        tests = {outcome.noticed_by for outcome in outcomes} - {None, "time", "exit"}
         return outcomes, noticed_by(sorted(map(str, tests)), copies.get(), seconds) if tests else None
 
 

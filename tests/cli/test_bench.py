@@ -241,6 +241,7 @@ def test_an_operation_is_compared_with_the_measured_peak_of_the_device(capsys, m
 LOSS = ["--shape", "f32[8,4]", "--shape", "f32[4,16]", "--shape", "i32[8]", "--rounds", "6", "--json"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "more", "calls"),
     [
@@ -279,6 +280,7 @@ def test_a_round_runs_each_step_once_and_the_order_changes():
     assert "".join(order) == "abccbabcaacbcabbac"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["donating", "static", "eager", "equinox"])
 def test_donated_and_static_arguments_and_functions_without_jit_run(bench, target):
     status, out, _ = bench(target)

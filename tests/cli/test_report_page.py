@@ -20,6 +20,7 @@ from ejkernel.ops import PersistentCache
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.view import Failures, Row
+from ejkernel.ops.config.step_notes import StepNote
 
 pytest.importorskip("jinja2", reason="jinja2 is an extra, and is not installed")
 
@@ -143,13 +144,38 @@ def test_the_search_behind_the_saved_configuration_is_shown(tmp_path):
 
 
 @pytest.mark.parametrize("speedup", [0.0, -1.0, float("inf"), float("nan")])
-def test_an_impossible_speedup_in_a_file_is_left_out_of_the_mean(speedup):
+def test_an_impossible_speedup_in_a_file_is_left_out_of_the_headline(speedup):
+    calls = [reported_call(speedup=speedup, before_us=1.0), reported_call(speedup=2.0, before_us=1.0)]
+    text = Page(report_page.page(calls)).text
+    assert "1 call together: 2.00x (the sum" in text
+    assert "(1 faster than the heuristic, 0 with the heuristic, 1 left out)" in text
+
+
+def reported_call(**fields):
     key = {"op": "a", "device": "b", "call": "c", "arguments": "", "config": "", "result": ""}
-    calls = [report_data.CallReport(**key, speedup=speedup), report_data.CallReport(**key, speedup=2.0)]
-    assert (
-        "geometric mean of the speed-ups of 1 call (1 faster than the heuristic, 0 with"
-        in Page(report_page.page(calls)).text
-    )
+    return report_data.CallReport(**key, **fields)
+
+
+def test_calls_count_in_the_headline_by_their_time_in_a_run():
+    calls = [
+        reported_call(speedup=2.0, before_us=10.0, times=9),
+        reported_call(speedup=1.0, before_us=10.0, after_us=10.0),
+    ]
+    assert "2 calls together: 1.82x" in Page(report_page.page(calls)).text
+
+
+def test_the_headline_has_the_newest_step_of_each_program():
+    def step(target, after, time):
+        return StepNote(
+            target=target, before_us=1e4, after_us=after, speedup=1e4 / after, low=1, high=1, rounds=9, time=time
+        )
+
+    steps = [step("train:step", 5e3, "2026-02"), step("train:step", 8e3, "2026-01"), step("<b>:other", 1e4, "2026-01")]
+    text = Page(report_page.page([reported_call(step=each) for each in steps])).text
+    assert "step of train:step: 10.0 ms -> 5.00 ms, 2.00x" in text
+    assert "8.00 ms" not in text
+    assert "step of <b>:other: 10.0 ms -> 10.0 ms, 1.00x" in text
+    assert "together" not in text
 
 
 def test_a_search_without_a_result_says_why(tmp_path):

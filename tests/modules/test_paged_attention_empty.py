@@ -48,6 +48,7 @@ def eager_and_jitted(function, *args):
     return found
 
 
+@pytest.mark.slow
 @sizes
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_without_anything_to_attend_to_the_result_is_zero(size, implementation):
@@ -62,6 +63,7 @@ def test_without_anything_to_attend_to_the_result_is_zero(size, implementation):
         assert (np.asarray(lse) == -np.inf).all()
 
 
+@pytest.mark.slow
 @sizes
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_plan_has_valid_arrays(size, window):
@@ -79,6 +81,7 @@ def test_a_plan_has_valid_arrays(size, window):
     assert not paged_attention(*args, plan=short, sliding_window=window).any()
 
 
+@pytest.mark.slow
 @sizes
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_without_a_place_to_write_a_cache_stays(size, dtype):
@@ -90,6 +93,7 @@ def test_without_a_place_to_write_a_cache_stays(size, dtype):
     np.testing.assert_array_equal(copy_pages(written, jnp.zeros(0, int), jnp.zeros(0, int)), want)
 
 
+@pytest.mark.slow
 @sizes
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("updates", [False, True])

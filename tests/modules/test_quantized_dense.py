@@ -31,6 +31,7 @@ def relative(actual, expected):
     return float(jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "gradient_dtype", "tolerance"), [(E4M3, E5M2, 0.08), ("int8", "int8", 0.015)])
 def test_a_trained_layer_follows_the_gradients_of_the_plain_one(dtype, gradient_dtype, tolerance):
     x, w, target = normal(3, 8, 64), normal(64, 32, seed=1), normal(3, 8, 32, seed=2)
@@ -46,6 +47,7 @@ def test_a_trained_layer_follows_the_gradients_of_the_plain_one(dtype, gradient_
     assert relative(layer(x, w), expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_trained_layer_with_blocks_follows_the_gradients_of_the_plain_one():
     x, w, target = normal(3, 8, 200), normal(200, 32, seed=1), normal(3, 8, 32, seed=2)
     x = x.at[0, 0, 0].set(1e4)  # an outlier, which would leave the other numbers of its row few digits in e5m2
@@ -101,6 +103,7 @@ def test_the_gradient_of_a_history_is_the_next_history(gradient_dtype):
     assert all(relative(a, b) < 0.1 for a, b in zip(found[0][1:3], first, strict=True))
 
 
+@pytest.mark.slow
 def test_numbers_beyond_the_history_are_clipped_and_infinity_stays_visible():
     x, w = jnp.ones((4, 16)), jnp.ones((16, 8))
     known = DelayedScaling(*(jnp.full(2, 1.0) for _ in range(3)))
@@ -112,6 +115,7 @@ def test_numbers_beyond_the_history_are_clipped_and_infinity_stays_visible():
     np.testing.assert_array_equal(following.x, [0.0, 1.0])  # later steps scale by finite numbers
 
 
+@pytest.mark.slow
 def test_histories_of_layers_are_scanned_like_their_parameters():
     x, w = normal(8, 16), normal(3, 16, 16, seed=1)
     start = jax.tree.map(lambda a: jnp.stack([a] * 3), DelayedScaling.start(2))
@@ -130,6 +134,7 @@ def test_histories_of_layers_are_scanned_like_their_parameters():
 # --- groups ---
 
 
+@pytest.mark.slow
 def test_a_trained_layer_of_groups_follows_the_gradients_of_the_plain_one():
     lhs, rhs, sizes = normal(24, 64), normal(3, 64, 32, seed=1), jnp.array([11, 0, 9])
     target = normal(24, 32, seed=2)
@@ -146,6 +151,7 @@ def test_a_trained_layer_of_groups_follows_the_gradients_of_the_plain_one():
         quantized_grouped_dense(lhs, rhs.astype("bfloat16"), sizes)
 
 
+@pytest.mark.slow
 def test_a_trained_layer_of_groups_with_blocks_has_three_products_in_8_bits():
     lhs, rhs, sizes = normal(200, 144), normal(3, 144, 64, seed=1), jnp.array([70, 0, 127])
     lhs = lhs.at[0, 0].set(1e4).at[199].set(jnp.nan)  # an outlier, and a row of no group
@@ -162,6 +168,7 @@ def test_a_trained_layer_of_groups_with_blocks_has_three_products_in_8_bits():
         quantized_grouped_dense(lhs, rhs, sizes, block=64)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_matrices_takes_columns_in_groups():
     lhs, dout, sizes = normal(40, 24), normal(40, 16, seed=1), jnp.array([11, 0, 9])
     columns, gradients = (quantize_both(x, sizes)[1] for x in (lhs, dout))
@@ -204,6 +211,7 @@ def test_rejected_arguments_of_a_trained_layer_are_named():
             quantized_dense(call.pop("x"), call.pop("w"), **call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [None, 128])
 @pytest.mark.parametrize(("rows", "inner"), [((0,), 32), ((2, 0), 32), ((3,), 0)])
 def test_a_layer_without_rows_or_columns_has_gradients_of_zero(block, rows, inner):

@@ -34,6 +34,7 @@ def plain(lhs, rhs, **options):
     return grouped_matmul(lhs.dequantize(), rhs.dequantize(), SIZES, transpose_rhs=True, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [("m", None, None, "k"), (None, "g", "m", None), ("m", "g", None, None)])
 @pytest.mark.parametrize("kind", ["rows", "blocks"])
 def test_calls_over_a_mesh_split_by_rows_groups_columns_and_k(spec, kind):
@@ -64,6 +65,7 @@ def test_rows_outside_all_groups_and_other_groups_have_no_effect():
     assert (found[14:] == 0).all()
 
 
+@pytest.mark.slow
 def test_a_qwix_array_and_factors_of_rows():
     lhs, rhs = operands("rows")
     array = types.SimpleNamespace(qvalue=rhs.values, scale=rhs.scale, zero_point=None)

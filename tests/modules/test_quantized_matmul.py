@@ -148,6 +148,7 @@ def test_a_scale_may_be_a_python_number():
         quantized_matmul(x, x.T, x_scale=True, w_scale=1.0)
 
 
+@pytest.mark.slow
 def test_a_plain_array_takes_its_scale_by_shape():
     x, w = quantize(normal(8, 256), block=128), quantize(normal(256, 6, seed=1), axis=0)
     for scale in (w.scale, w.scale[0]):

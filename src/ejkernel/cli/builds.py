@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds of a program's step, compiled with the configurations of a chain, for `ejkernel bench`."""
+"""Builds of a program's step, compiled with the configurations of a chain, for `ejkernel bench` and `tune`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import click
 import jax
 import numpy as np
 
-from ejkernel.cli.programs import Program, load_program, user_code
+from ejkernel.cli.programs import Program, is_abstract, load_program, user_code
 from ejkernel.cli.rounds import WARM_UP
+from ejkernel.ops.config.cache import overlay_cache
 from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import TuningError
 from ejkernel.ops.execution.discovery import local_calls, numbers_of, of_arrays
 from ejkernel.ops.execution.executor import Executor, default_executor, set_default_executor
 from ejkernel.ops.registry import recording
@@ -43,6 +46,7 @@ class Build:
         arguments: Its positional and keyword arguments.
         donated: Whether the step consumes an argument, for each leaf of `arguments`.
         compile_seconds: Time to trace, lower and compile.
+        first: Seconds of the first step.
         calls: The calls of operations.
         times: How often a step makes each call, by key, where known.
         samples: Seconds of each step, warm-up included.
@@ -56,6 +60,7 @@ class Build:
     compile_seconds: float
     calls: Sequence[Invocation[Any, Any]]
     times: Mapping[ConfigKey, int] = dataclasses.field(default_factory=dict)
+    first: float = 0.0
     samples: list[float] = dataclasses.field(default_factory=list)
     mapping: list[tuple[int, float]] = dataclasses.field(default_factory=list)
 
@@ -117,33 +122,51 @@ class Loaded:
         """Import a program and create its arrays."""
         function, args, kwargs = load_program(program)
         rng = np.random.default_rng(0)  # the same numbers for a baseline with the same arguments
-        drawn = [leaf for leaf in jax.tree.leaves((args, kwargs), is_leaf=_is_abstract) if _is_abstract(leaf)]
-        args, kwargs = jax.tree.map(lambda leaf: _array(leaf, rng), (args, kwargs), is_leaf=_is_abstract)
+        drawn = [leaf for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_abstract) if is_abstract(leaf)]
+        args, kwargs = jax.tree.map(lambda leaf: _array(leaf, rng), (args, kwargs), is_leaf=is_abstract)
         return cls(program.target, function, args, kwargs, bool(drawn), drawn_integers(drawn))
 
 
-def _is_abstract(leaf: object) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
 def _array(leaf: Any, rng: np.random.Generator) -> Any:
-    if not _is_abstract(leaf):
+    if not is_abstract(leaf):
         return leaf
     made = random_array(leaf, rng)
     return made if leaf.sharding is None else jax.device_put(made, leaf.sharding)
 
 
-def build(name: str, program: Loaded, chain: ConfigSelectorChain[Any, Any]) -> Build:
-    """Compile a program with the configurations of a chain, and run it once: it may need more memory than there is."""
+def build(
+    name: str,
+    program: Loaded,
+    chain: ConfigSelectorChain[Any, Any],
+    *,
+    configs: Mapping[ConfigKey, Any] = MappingProxyType({}),
+    pure: bool = False,
+) -> Build:
+    """Compile a program with the configurations of a chain, and run it once: it may need more memory than there is.
+
+    Args:
+        name: The name in tables.
+        program: The program.
+        chain: Its configurations.
+        configs: Configurations that take precedence.
+        pure: Whether side effects are an error.
+
+    Raises:
+        TuningError: The program has side effects.
+        ClickException: The program does not compile or run.
+    """
     say(f"compiling {name}")
     with (
         _executor(Executor(chain)),
+        overlay_cache(configs) if configs else contextlib.nullcontext(),
         user_code(f"compiling {program.target}"),
         recording() as seen,  # JAX traces a function again that another build has traced
         looking_only(),
     ):
         start = time.perf_counter()
         traced, lowered, args, kwargs = _lowered(program)
+        if pure and traced.jaxpr.effects:
+            raise TuningError("it has side effects, e.g. a callback")
         calls = {inv.key: inv for inv in (*seen, *local_calls(lowered))}
         compiled = lowered.compile()
         seconds = time.perf_counter() - start
@@ -158,6 +181,7 @@ def build(name: str, program: Loaded, chain: ConfigSelectorChain[Any, Any]) -> B
     )
     with user_code(f"running {program.target}"):
         made.step(0)
+    made.first = made.samples[0]
     made.forget()
     return made
 

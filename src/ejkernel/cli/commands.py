@@ -94,7 +94,7 @@ aim = click.option(
     default="here",
     metavar="DEVICE",
     shell_complete=_targets,
-    help="Device: here, nvidia_h200, tpu_v4, tpu_v5e, tpu_v5p, tpu_v6e or tpu7x.",
+    help="Device: here, nvidia_h100, nvidia_h200, tpu_v4, tpu_v5e, tpu_v5p, tpu_v6e or tpu7x.",
 )
 read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL_CACHE_DIR by default.")
 
@@ -132,6 +132,11 @@ read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL
     metavar="COUNT",
     help="Number of devices of the program's mesh, which need not exist on this machine.",
 )
+@click.option(
+    "--check-step/--no-check-step",
+    default=None,
+    help="Whether to run the step with the new configurations and drop those that slow it; by default on CPUs.",
+)
 @click.option("--in-process", is_flag=True, help="Measure in this process: a crash ends the command.")
 @click.option("--compile-only", is_flag=True, help="Compile for --target without measuring, and write --output.")
 @click.option("--estimate", is_flag=True, help="Estimate the candidates for --target, a TPU, and measure nothing.")
@@ -145,8 +150,12 @@ def tune(**options: Any) -> int:
 
     MODULE is the name of a module, or the path of its file or folder: train:step, ./train.py:step. FUNCTION takes no
     arguments and returns the program with its arguments: (callable, args) or (callable, args, kwargs). Arguments may be
-    jax.ShapeDtypeStruct: the program is lowered, not run. The configurations are saved and take effect when the program
-    next starts.
+    jax.ShapeDtypeStruct. The configurations are saved and take effect when the program next starts.
+
+    A configuration that wins by itself may slow the whole step, above all on CPUs. The step therefore runs at the end,
+    without and with the new configurations, and those that slow it are not kept; random arrays stand in for types. This
+    takes up to a quarter of the time of the searches or a minute, and a fifth of --time. --check-step runs it in other
+    cases, too: with side effects, with more than 1 GiB of random arrays, on a GPU, or if it takes long.
 
     FILE is the text of a program lowered with EJKERNEL_OPS_STAMP=json, or such a program exported by jax.export. FILE
     and --missed are data and import nothing. They refer to kernels, functions and types of ejkernel and of the modules
@@ -190,7 +199,7 @@ def tune(**options: Any) -> int:
         raise click.UsageError("--devices cannot be used with --in-process: each device needs its own process.")
     if options["ray"] and (options["in_process"] or options["devices"] > 1 or options["mesh_devices"]):
         raise click.UsageError("--ray cannot be used with --in-process, --devices or --mesh-devices.")
-    _check_time(options)
+    _check_together(options)
     if options["mesh_devices"] and (options["in_process"] or ":" not in options["target"]):
         raise click.UsageError("--mesh-devices requires MODULE:FUNCTION and cannot be used with --in-process.")
     if not options["in_process"]:
@@ -200,9 +209,11 @@ def tune(**options: Any) -> int:
     return run_tune(TuneOptions(**options))
 
 
-def _check_time(options: dict[str, Any]) -> None:
+def _check_together(options: dict[str, Any]) -> None:
     if options["time"] and (options["budget"] or options["ray"] or options["devices"] > 1):
         raise click.UsageError("--time cannot be used with --budget, --devices or --ray.")
+    if options["check_step"] and ":" not in options["target"]:
+        raise click.UsageError("--check-step requires MODULE:FUNCTION.")
 
 
 def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
@@ -213,7 +224,7 @@ def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
     _check_unused(options, "--compile-only", "cache", "as_json", "verbose")
     if device != "here" and not options["in_process"]:
         _leave_devices_alone()
-    from ejkernel.cli.compile import run_compile
+    from ejkernel.cli.elsewhere import run_compile
     from ejkernel.cli.tune import TuneOptions
 
     run_compile(TuneOptions(**options), device, output)
@@ -225,7 +236,7 @@ def _estimate(options: dict[str, Any], device: str, output: Path | None) -> int:
         raise click.UsageError("--estimate needs MODULE:FUNCTION or --shapes, and --target, and has no --output.")
     _check_unused(options, "--estimate")
     _leave_devices_alone()
-    from ejkernel.cli.estimate import run_estimate
+    from ejkernel.cli.elsewhere import run_estimate
     from ejkernel.cli.tune import TuneOptions
 
     return run_estimate(TuneOptions(**options), device)
@@ -233,7 +244,8 @@ def _estimate(options: dict[str, Any], device: str, output: Path | None) -> int:
 
 def _check_unused(options: dict[str, Any], by: str, *more: str) -> None:
     """Check that no option was given that a command without measurements ignores."""
-    for name in (*more, "budget", "time", "force", "undecided", "dry_run", "devices", "mesh_devices", "ray"):
+    others = ("budget", "time", "force", "undecided", "dry_run", "devices", "mesh_devices", "ray", "check_step")
+    for name in (*more, *others):
         if options[name]:
             option = name.removeprefix("as_").replace("_", "-")
             raise click.UsageError(f"--{option} cannot be used with {by}, which measures nothing.")
@@ -369,7 +381,7 @@ def show(prefix: str, cache: Path | None, as_json: bool, log: str | None) -> int
     """List the saved configurations with their measurements.
 
     PREFIX is the start of a key, the start of the name of an operation, or NAME:KEY; without it, all are listed.
-    Several operations may have calls with the same key.
+    Several operations may have calls with the same key. With --log, the last search of each call is printed instead.
     """
     with no_collection():
         from ejkernel.cli.show import run_show

@@ -47,6 +47,7 @@ class Found:
         device: The device to tune on.
         sets: The calls in sets that share a configuration, if any.
         times: How often one run of the program makes each call, by key, where known.
+        drawn_bytes: Bytes of the program's arguments that are types, not arrays.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Found:
     device: str = ""
     sets: tuple[tuple[SharedCall, ...], ...] = ()
     times: Mapping[ConfigKey, int] = dataclasses.field(default_factory=dict)
+    drawn_bytes: int = 0
 
     def on(self, device: str) -> Found:
         """Return the same calls for another device."""

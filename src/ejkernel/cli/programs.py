@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import inspect
 import itertools
+import math
 import os
 import sys
 import traceback
@@ -189,6 +190,17 @@ def load_program(program: Program) -> tuple[Callable[..., Any], tuple[Any, ...],
     with user_code(f"calling {program.target}"):
         returned = found()
     return _check_program(program.target, returned)
+
+
+def is_abstract(leaf: object) -> bool:
+    """Return whether a leaf of the arguments is an array given by type alone."""
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def abstract_bytes(arguments: Any) -> int:
+    """Return the bytes of the arrays given by type alone."""
+    leaves = [leaf for leaf in jax.tree.leaves(arguments, is_leaf=is_abstract) if is_abstract(leaf)]
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def import_operations() -> None:

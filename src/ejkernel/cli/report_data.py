@@ -18,6 +18,7 @@ from ejkernel.ops.autotuner.trials.status import SearchState, stored_in_brief, s
 from ejkernel.ops.autotuner.trials.view import SearchView, view_of
 from ejkernel.ops.config.entries import StoredEntry, time_in
 from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.step_notes import StepNote
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.types import ConfigKey, Cost
 from ejkernel.ops.errors import DescriptionError
@@ -75,6 +76,7 @@ class CallReport(SearchView):
         throughput: The throughput with the heuristic and tuned, if the kernel defines a cost.
         peak: The peak of the device, if it is known and the kernel defines a cost.
         times: How often a run of the program that was tuned makes the call; `None` if unknown.
+        step: The comparison of the program's step after the last search; `None` without one.
     """
 
     op: str
@@ -94,6 +96,7 @@ class CallReport(SearchView):
     throughput: tuple[Throughput, ...] = ()
     peak: Peak | None = None
     times: int | None = None
+    step: StepNote | None = None
 
     @property
     def is_kept(self) -> bool:
@@ -102,7 +105,7 @@ class CallReport(SearchView):
 
     @property
     def counts(self) -> bool:
-        """Whether the mean of the speed-ups covers the call: it has a tuned configuration, or keeps the heuristic."""
+        """Whether the call counts as tuned: it has a tuned configuration, or its search kept the heuristic."""
         is_ratio = self.speedup is not None and 0 < self.speedup < math.inf  # files may hold any number
         return is_ratio and not (self.kind == "open" and self.is_kept)
 
@@ -153,6 +156,7 @@ def _saved(entry: StoredEntry) -> dict[str, Any]:
         "clock": _stored_clock(entry),
         "search": stored_in_words(entry.measured),
         "source": f"{_place(entry)}; the file of its search is not here",
+        "step": StepNote.stored_in(entry.measured),
     }
 
 
@@ -207,7 +211,8 @@ def _of_history(history: CallHistory, peaks: Peaks) -> CallReport:
         notes.append(
             f"the cache has {others} of this call; `ejkernel report --against previous` compares the newest two"
         )
-    return dataclasses.replace(found, notes=(*found.notes, *map(printable_lines, notes)))
+    step = None if entry is None else StepNote.stored_in(entry.measured)
+    return dataclasses.replace(found, notes=(*found.notes, *map(printable_lines, notes)), step=step)
 
 
 def _of_search(search: StoredSearch, peaks: Peaks, source: str) -> CallReport:

@@ -21,6 +21,7 @@ from ejkernel.cli.roofline import rooflines_of
 from ejkernel.cli.show import opened
 from ejkernel.ops.config._files import version
 from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.step_notes import StepNote
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import counted, ratio
@@ -160,27 +161,39 @@ def page(calls: Sequence[CallReport], place: str = "") -> str:
     Raises:
         ConfigError: Jinja2 is not installed.
     """
-    speedups = [call.speedup for call in calls if call.speedup is not None and call.counts]
-    mean = math.exp(sum(map(math.log, speedups)) / len(speedups)) if speedups else None
     return render(
         "report.html",
         calls=calls,
         place=printable(place),
-        mean=ratio(mean),
-        covered=_covered(calls),
+        gains=_gains(calls),
         devices=sorted({call.device for call in calls}),
         rooflines=rooflines_of(calls),
         **_stamp(),
     )
 
 
-def _covered(calls: Sequence[CallReport]) -> str:
-    """Return what the mean of the speed-ups covers, up to the figure."""
-    known = [call for call in calls if call.counts]
+def _gains(calls: Sequence[CallReport]) -> list[tuple[str, str, str]]:
+    """Return what tuning gained: for each program whose step was compared, or else for all calls together.
+
+    Each gain has a name, the figure, and how it was measured.
+    """
+    newest: dict[str, StepNote] = {}
+    for step in sorted((call.step for call in calls if call.step is not None), key=lambda step: step.time):
+        newest[step.target] = step
+    how = "the whole step without and with the new configurations of the last ejkernel tune, in alternation"
+    steps = [(f"step of {printable(each.target)}", each.times, how) for each in newest.values()]
+    return steps or [_gain_of_calls(calls)]
+
+
+def _gain_of_calls(calls: Sequence[CallReport]) -> tuple[str, str, str]:
+    known = [call for call in calls if call.counts and 0 < (call.before_us or 0.0) < math.inf]
+    each = [((call.before_us or 0.0) * (call.times or 1), call.speedup or 1.0) for call in known]
+    before, after = sum(time for time, _ in each), sum(time / speedup for time, speedup in each)
     kept = sum(call.is_kept for call in known)
     left_out = f", {len(calls) - len(known)} left out" if len(known) < len(calls) else ""
-    parts = f"{len(known) - kept} faster than the heuristic, {kept} with the heuristic, which count as 1x{left_out}"
-    return f"geometric mean of the speed-ups of {counted(len(known), 'call')} ({parts}): "
+    parts = f"{len(known) - kept} faster than the heuristic, {kept} with the heuristic{left_out}"
+    how = f"the sum of their times, each as often as a run makes the call ({parts}); no step was measured"
+    return f"{counted(len(known), 'call')} together", ratio(before / after if after else None), how
 
 
 def comparison_page(comparison: Comparison) -> str:

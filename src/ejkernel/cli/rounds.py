@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare builds of one program in interleaved rounds; used by `ejkernel bench` and by the demo.
+"""Compare builds of one program in interleaved rounds; used by `ejkernel bench`, `tune` and the demo.
 
 Each round runs one step of every build, in changing order, so that other load on the machine slows all builds alike.
 All results come from ratios within a round: the median over the rounds, and its 95 % interval. This module does not
@@ -20,7 +20,7 @@ FEWEST: Final = 6  # rounds that a 95 % interval needs
 CLOSE: Final = 1.1  # an interval whose ends differ by less settles a question even if 1 is in it
 _TIE: Final = 0.02  # smaller differences are reported as none, even if they are certain
 _TICK: Final = 5.0  # seconds between two lines of progress
-_ADVICE: Final = "docs/troubleshooting.md, Slow programs, says how to find the call that slows it."
+_ADVICE: Final = "docs/troubleshooting.md, Slow programs, lists causes and remedies."
 
 
 def run_rounds(
@@ -124,15 +124,24 @@ def verdict(build: str, other: str, over: Mapping[str, float], *, advice: str = 
     """
     spread = f"{over['low']:.2f} to {over['high']:.2f}"
     first = build[:1].upper() + build[1:]
-    if over["low"] > 1 - _TIE and over["high"] < 1 + _TIE:
+    if _is_tie(over):
         return f"{first} and {other} are equally fast ({spread})."
     if over["low"] > 1:
         return f"{first} is {over['median']:.2f} times as fast as {other} ({spread})."
-    if over["high"] < 1:
+    if is_slower(over):
         return f"{first} is SLOWER than {other}: {over['median']:.2f} times as fast ({spread}). {advice}".rstrip()
     if over["high"] < CLOSE * over["low"]:
         return f"{first} and {other} are equally fast ({spread})."
     return f"This machine is too noisy to tell whether {build} is faster than {other} ({spread})."
+
+
+def is_slower(over: Mapping[str, float]) -> bool:
+    """Return whether a build is certainly and notably slower, given the ratio of another's time to its own."""
+    return over["high"] < 1 and not _is_tie(over)
+
+
+def _is_tie(over: Mapping[str, float]) -> bool:
+    return over["low"] > 1 - _TIE and over["high"] < 1 + _TIE
 
 
 def busy(build: str, middle: tuple[float, float]) -> str:

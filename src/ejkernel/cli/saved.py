@@ -41,6 +41,20 @@ class SavedCalls:
         """Return whether a call has a saved configuration that it uses."""
         return any(action == "use" for _, action in self._entries(inv))
 
+    def in_force(self, inv: Invocation[Any, Any]) -> tuple[Any, StoredEntry] | None:
+        """Return the saved configuration that a call uses, with its entry."""
+        kernel = kernel_of(inv)
+        note_config_types(inv, kernel)
+        for config, entry in self._cache.on_disk().found(inv.key, kernel.config_type):
+            if standing(self.chain.policy.stale, entry, kernel, inv)[0] == "use":
+                return None if why_not_run(kernel, inv, config) else (config, entry)
+        return None
+
+    def is_own(self, entry: StoredEntry) -> bool:
+        """Return whether an entry is in the own folder of the cache rather than in a layer."""
+        folder = self._cache.path
+        return folder is not None and entry.path is not None and entry.path.is_relative_to(folder)
+
     def is_tuned(self, inv: Invocation[Any, Any]) -> bool:
         """Return whether the search of a call is complete; a partial search continues."""
         entry = next((entry for entry, action in self._entries(inv) if action == "use"), None)

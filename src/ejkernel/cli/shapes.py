@@ -70,10 +70,15 @@ def calls_of_shapes(path: Path) -> Found:
 
 
 def call_of_types(kernel: str, types: Sequence[str], kwargs: str) -> Invocation[Any, Any]:
-    """Return the call of a kernel with arrays such as `bf16[8,128]` and keyword arguments in JSON.
+    """Return a call with abstract arrays.
+
+    Args:
+        kernel: The name of an operation or of a user's kernel.
+        types: The arrays, e.g. `bf16[8,128]`.
+        kwargs: Keyword arguments in JSON, e.g. `{"causal": true}`.
 
     Raises:
-        ArgumentError: The kernel is unknown, or does not accept these arguments.
+        ArgumentError: The kernel is unknown, a type or the JSON is malformed, or the kernel rejects the arguments.
     """
     for text in types:
         if _ARRAY.fullmatch(text) is None:

@@ -96,7 +96,10 @@ def run_merge(sources: Sequence[str], cache: Path | None, *, dry_run: bool, as_j
 
 @_with_config_errors
 def run_prune_shared(url: str, cache: Path | None, wanted: Wanted, *, dry_run: bool, as_json: bool) -> None:
-    """Run `ejkernel cache prune URL`."""
+    """Run `ejkernel cache prune URL`: repair a shared cache, then remove `wanted` entries and merge its packs.
+
+    With `dry_run`, nothing is changed; the counts of what would be removed are printed.
+    """
     store = opened(cache, alone=True)
     target, now = _shared(url, _folder(cache), bounded=False), store.clock()
     if not dry_run:

@@ -16,6 +16,7 @@ from ejkernel.cli import files
 from ejkernel.cli.files import Found
 from ejkernel.cli.programs import (
     Program,
+    abstract_bytes,
     import_users,
     load_program,
     located,
@@ -97,7 +98,9 @@ def find(source: Source) -> Found:
             calls, times = discover_counted(program, args, kwargs, platform=source.platform)
         target = source.program.target
         empty = f"the program of {target} made no call of an operation that can be tuned."
-        found = Found(name=target, calls=tuple(calls), empty=empty, times=times)
+        found = Found(
+            name=target, calls=tuple(calls), empty=empty, times=times, drawn_bytes=abstract_bytes((args, kwargs))
+        )
     else:
         found = _in_files(source)
     # `device_fingerprint` opens the device, so skip it when compiling for another machine.

@@ -26,6 +26,7 @@ from ejkernel.cli.outcome import TuneOutcome
 from ejkernel.cli.progress import bars
 from ejkernel.cli.saved import SavedCalls
 from ejkernel.cli.sources import Source, find, find_by, find_for_mesh, find_sendable
+from ejkernel.cli.step_check import SHARE, Checked, StepCheck, settled
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
@@ -42,13 +43,14 @@ from ejkernel.ops.core.kernel import candidates_of, kernel_of
 from ejkernel.ops.errors import ArgumentError, ConfigError, EjkernelError, TuningError
 from ejkernel.ops.execution.offline import tune_together
 from ejkernel.ops.utils.fingerprint import device_fingerprint
-from ejkernel.ops.utils.formatting import counted
+from ejkernel.ops.utils.formatting import counted, size
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.fleet.ray_executor import RayExecutor
     from ejkernel.ops.autotuner.process.supervisor import WorkerStatus
 
 
+_MOST_DRAWN: Final = 1 << 30  # bytes of random arguments: a program given by types alone may be too large to run
 _LEAST_SHARE: Final = 5.0  # seconds of a search that are worth its start
 _WEIGHT_ALONE: Final = 0.1  # share of the time of a call with one candidate, relative to one with several
 
@@ -75,6 +77,7 @@ class TuneOptions:
     mesh_devices: int | None = None
     ray: str | None = None
     compile_processes: int | None = None
+    check_step: bool | None = None
 
 
 def messages(file: IO[str] | None = None) -> Console:
@@ -137,7 +140,7 @@ def _find_and_tune(options: TuneOptions, source: Source, store: PersistentCache,
     else:
         _check_devices(options, found.device)
         _print_counts(found, console)
-        status = _tune_found(options, found, store, console, executor)
+        status = _tune_found(options, source, found, store, console, executor)
     if found.empty and not found.calls:
         raise TuningError(found.empty)
     return status
@@ -165,7 +168,12 @@ def _check_devices(options: TuneOptions, device: str) -> None:
 
 
 def _tune_found(
-    options: TuneOptions, found: Found, store: PersistentCache, console: Console, executor: RayExecutor | None
+    options: TuneOptions,
+    source: Source,
+    found: Found,
+    store: PersistentCache,
+    console: Console,
+    executor: RayExecutor | None,
 ) -> int:
     policy = _policy(options, found, executor)
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(ConfigCache(), store, policy=policy)
@@ -173,11 +181,16 @@ def _tune_found(
     todo = _calls_to_tune(options, saved, found, console)
     if chain.store is not None:
         chain.store.times = found.times
+    check = _step_check(options, source, found, saved)
+    share = 1.0 if check is None or check.why_not else 1 - SHARE
     started = time.monotonic()
-    result, started_sets = _tune(options, chain, todo, found, console)
+    result, started_sets = _tune(options, chain, todo, found, console, share=share)
     seconds = time.monotonic() - started
+    checked = None if check is None else _checked(options, check, result, found, seconds)
+    result = settled(result, checked)
     if options.as_json:
-        report.echo_json(report.result_as_data(result, found.times))
+        step = None if checked is None else checked.data()
+        report.echo_json(report.result_as_data(result, found.times) | ({"step": step} if step else {}))
     elif result.searches or not todo:
         click.echo(report.searches(result, verbose=options.verbose, times=found.times))
     failed = 0
@@ -195,11 +208,58 @@ def _tune_found(
         failed = outcome.failed
         _print(console, outcome.lines())
     _print(console, saved.doubts(tried, result.searches, options.budget))
+    _print(console, () if checked is None else checked.lines())
     found.settle(saved.is_tuned)
     if todo and not result.searches:
         raise TuningError("no call could be tuned; the warnings above say why.")
     has_entries = bool(result.searches) and all(map(saved.are_tuned, todo))
     return 1 if failed or (todo and not len(result) and not has_entries) else 0
+
+
+def _step_check(options: TuneOptions, source: Source, found: Found, saved: SavedCalls) -> StepCheck | None:
+    """Return the comparison of the step after the searches; `None` if it is not wanted, or there is no program.
+
+    By default only CPUs compare it: on accelerators, memory that was mapped once is kept, so that configurations which
+    win by themselves slow no step, while compiling a step twice may take minutes and all of the device's memory.
+    """
+    is_wanted = found.device.startswith("cpu:") if options.check_step is None else options.check_step
+    if source.program is None or not is_wanted:
+        return None
+    known = ((inv.key, saved.in_force(inv)) for inv in found.calls)
+    return StepCheck(
+        program=source.program,
+        found=found,
+        saved=saved,
+        cache=options.cache,
+        insists=options.check_step is True,
+        why_not=_why_not_run(options, found),
+        in_process=options.in_process,
+        earlier={key: entry for key, entry in known if entry is not None},
+    )
+
+
+def _why_not_run(options: TuneOptions, found: Found) -> str:
+    """Return why the step of a program does not run here; empty if it may."""
+    if options.ray:
+        return "the workers of Ray have the devices"
+    if options.mesh_devices is not None:
+        return "this machine may lack the devices of its mesh"
+    if found.drawn_bytes > _MOST_DRAWN and not options.check_step:
+        return f"random arrays for its arguments, which are types, would take {size(found.drawn_bytes)}"
+    return ""
+
+
+def _checked(
+    options: TuneOptions, check: StepCheck, result: AutotuningResult, found: Found, seconds: float
+) -> Checked | None:
+    try:
+        return check.run(seconds, None if options.time is None else options.time - seconds)
+    except KeyboardInterrupt:
+        if result.searches:
+            click.echo(report.searches(result, verbose=options.verbose, times=found.times), err=True)
+        text = "stopped: the step is not compared. The new configurations stay saved; the next run compares it."
+        messages().print(text, highlight=False)
+        raise
 
 
 def _policy(options: TuneOptions, found: Found, executor: RayExecutor | None) -> AutotunePolicy:
@@ -311,12 +371,14 @@ def _tune(
     todo: Sequence[Sequence[SharedCall]],
     found: Found,
     console: Console,
+    *,
+    share: float,
 ) -> tuple[AutotuningResult, int]:
-    """Return the results, and the number of started sets of calls."""
+    """Return the results, and the number of started sets of calls; `share` is the searches' part of a time for all."""
     # Finished searches, printed if Ctrl-C ends the others.
     done: list[AutotuneData] = []
     told: list[str] = []  # advice already given
-    budget = options.time / max(len(todo), 1) if options.time is not None else chain.policy.budget_s
+    budget = options.time * share / max(len(todo), 1) if options.time is not None else chain.policy.budget_s
 
     def note(event: Event) -> None:
         shown.hear(event)
@@ -338,7 +400,7 @@ def _tune(
             if not todo:
                 return AutotuningResult(found.device, ()), 0
             if options.time is not None:
-                return _tune_in_time(options.time, chain, todo, more)
+                return _tune_in_time(options.time * share, chain, todo, more)
             return tune_together(chain, todo, **more), len(todo)
     except KeyboardInterrupt:
         if done:

@@ -171,7 +171,10 @@ def cupti_seconds(work: Callable[[], Any]) -> float | None:
 
 
 def detach_cupti() -> None:
-    """Release CUPTI for other profilers."""
+    """Detach CUPTI, to which `cupti_seconds` stays attached, so that other profilers can use it.
+
+    Does nothing without CUPTI, or while another profiler is attached.
+    """
     extension = _cupti()
     if extension is not None:
         with contextlib.suppress(RuntimeError):  # another profiler is attached

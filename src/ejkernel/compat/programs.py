@@ -68,7 +68,7 @@ _target: contextvars.ContextVar[_Target] = contextvars.ContextVar("target", defa
 def lowering(ctx: Any) -> contextlib.AbstractContextManager[None]:
     """Make the target of the program under way available to the functions below."""
     context = ctx.module_context.axis_context
-    span = span_of_context(context, _spreads(context))
+    span = None if jax.process_count() == 1 else span_of_context(context, _spreads(context))
     return setting(_target, _Target(lowering_platforms(ctx), context, span))
 
 
@@ -93,10 +93,15 @@ def lower_function(ctx: Any, function: Callable[..., Sequence[Any]], *values: An
 
 
 def lower_each_platform(ctx: Any, rule: Callable[..., Any], *values: Any) -> Any:
-    """Lower `rule` once for each target platform, with a context for that platform alone.
+    """Return the lowered results of a primitive, with `rule` called once for each target platform.
 
-    JAX lowers each of its own platform branches for all platforms, which fails if a branch needs a primitive of one
-    platform.
+    Each call has a context for its platform alone. JAX lowers its own platform branches for all platforms, which fails
+    if a branch needs a primitive of one platform.
+
+    Args:
+        ctx: The context of JAX's lowering rule.
+        rule: A lowering rule, `rule(ctx, *values)`.
+        *values: The lowered operands.
     """
     module = ctx.module_context
 

@@ -91,7 +91,9 @@ def tune(
     name: str | None = None,
     version: str = "0",
 ) -> Any:
-    """Turn a function into a kernel: some of its keyword arguments become its configuration.
+    """Return a kernel made from a function: some of its keyword arguments become its configuration.
+
+    Without `function`, return a decorator: `@tune(space=...)`.
 
     >>> import jax.numpy as jnp
     >>> @tune(space={"rows": [1, 2, 4]})
@@ -134,7 +136,8 @@ def tune(
         version: Raise it when old configurations or measurements no longer apply.
 
     Raises:
-        KernelError: The function lacks a tunable argument, or takes it in a form that cannot be tuned.
+        KernelError: `space` is missing, the function lacks a tunable argument or takes it in a form that cannot be
+            tuned, or another argument of `tune` is not valid.
     """
 
     if space is None:

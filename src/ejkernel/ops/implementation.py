@@ -198,7 +198,8 @@ Declared = Implementation[Any] | LazyImplementation | str
 class Implementations(Mapping[str, Implementation[Any]]):
     """The implementations of an operation by name, in order of preference: `implementations["xla"]`.
 
-    Each is loaded on first lookup.
+    A lookup loads an implementation the first time. It raises `ArgumentError` for an unknown name, and
+    `UnsupportedError` if the implementation's module cannot be imported here.
 
     Args:
         declared: By name: an `Implementation`, its class as `"module:Class"`, or a `LazyImplementation`.
@@ -307,6 +308,7 @@ class Implementations(Mapping[str, Implementation[Any]]):
 
 
 def _loaded(name: str, declared: Declared) -> Implementation[Any]:
+    found: Any = declared
     if isinstance(declared, LazyImplementation):
         module, _, attribute = declared.target.partition(":")
         try:
@@ -316,8 +318,6 @@ def _loaded(name: str, declared: Declared) -> Implementation[Any]:
             raise UnsupportedError(
                 f"implementation={name!r} needs {module}, which cannot be imported: {error_text(error)}"
             ) from error
-    else:
-        found = declared
     if not isinstance(found, Implementation) or found.name != name:
         raise KernelError(
             f"implementations must map each name to the Implementation with that name, got {name!r}: {found!r}."

@@ -94,7 +94,7 @@ def note_missed(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], key: Config
     if key not in _missed:
         # Weak: recording a miss must not keep alive a kernel that the user has dropped.
         owner = weakref.ref(kernel, lambda _: _missed.pop(key, None))
-        _missed.keep(key, (owner, inv.abstract().without_kernel()))
+        _missed.keep(key, (owner, inv.abstract(keeps_kernel=False)))
 
 
 def forget_missed(key: ConfigKey) -> None:

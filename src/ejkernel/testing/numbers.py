@@ -65,16 +65,19 @@ class _Check:
 
 
 class Numbers:
-    """Compares a call under every configuration with the reference, or without one with the heuristic.
+    """Compares results and derivatives of a call with the reference; without one, with the heuristic's results.
+
+    `rows(config)` yields one row for each check of a configuration.
 
     Args:
         subject: The call.
         baseline: The heuristic's configuration.
-        like: The same call with arrays of other types; it has the same derivatives.
+        like: The comparisons of the same call on arrays of other sizes or dtypes, which know
+            the derivatives that the kernel has; without them (`None`), the constructor determines these.
 
     Attributes:
-        truth: The results that the call should have.
-        whose: Whose results these are, in words.
+        truth: The results and derivatives to compare with.
+        whose: Their source for messages: the reference, or the heuristic's configuration.
     """
 
     truth: Truth

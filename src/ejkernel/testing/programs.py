@@ -160,7 +160,15 @@ def pushed(function: Flat, wrt: Sequence[bool]) -> Callable[[Arrays, Arrays], Re
 
 
 def curved(function: Flat, wrt: Sequence[bool], cotangents: int) -> Callable[[Arrays, Arrays], Results]:
-    """Return a function of arrays, and of cotangents followed by directions: the gradient's derivative along them."""
+    """Return a function `(arrays, more)` that computes the gradient of `directions . gradient`: a second derivative.
+
+    `more` lists the cotangents of the function's results, then one direction for each array with a gradient.
+
+    Args:
+        function: The function to differentiate twice.
+        wrt: Which arrays have a gradient.
+        cotangents: The number of cotangents in `more`.
+    """
 
     def both(arrays: Arrays, more: Arrays) -> Results:
         def along(*own: jax.Array) -> Any:

@@ -33,6 +33,7 @@ def both_directions(operands):
     return jax.tree.leaves((out, lse, gradients))
 
 
+@pytest.mark.slow
 def test_results_are_those_of_all_examples_at_once(request):
     operands = CASE.operands()._replace(key_lengths=jnp.asarray([24, 3, 0, 20, 11, 24]))
     expected = both_directions(operands)
@@ -59,6 +60,7 @@ def test_examples_at_once(change, blocks, count):
     assert count == _xla_blocks.examples_at_once(call, *blocks)
 
 
+@pytest.mark.slow
 def test_wide_heads_have_all_keys_in_a_block():
     """Blocks of other heads keep their scores within 256 MiB for every shape."""
 

@@ -266,6 +266,7 @@ def schedules_of(queries, lengths):
     return schedule.schedules(offsets, jnp.asarray(lengths, jnp.int32), tokens, 8, 2, None), tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", [1, 4, 264])
 @pytest.mark.parametrize("queries", [(1,) * 6, (3, 0, 40, 1, 200, 2)])
 def test_each_token_is_in_one_tile_and_each_block_in_one_program(monkeypatch, programs, queries):

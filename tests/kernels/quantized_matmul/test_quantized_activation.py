@@ -161,6 +161,7 @@ def test_the_dense_activation_is_that_of_one_group():
     assert jnp.linalg.norm(expected.dequantize() - wanted) < 0.03 * jnp.linalg.norm(wanted)
 
 
+@pytest.mark.slow
 def test_wide_activations_follow_the_plain_ones():
     x, w, gate = operands(6, 40, 256, 2)
     sizes, factors = jnp.asarray([2, 3], jnp.int32), jnp.linspace(1, 2, 6)

@@ -186,10 +186,10 @@ def test_simulated_blocks_have_no_races(mosaic, rows, axis, cluster):
     assert error(mosaic, x, w, params, races=True, preferred_element_type="float32") < 1e-5
 
 
-@pytest.mark.parametrize("dtype", [E4M3, "bfloat16"])
-def test_simulated_few_rows_have_no_races(mosaic, dtype):
-    x, w = operands((24, 200, 640), (dtype, E4M3))
-    assert error(mosaic, x, w, MosaicGpuParams(block_m=64, block_n=64, stages=2), races=True) < 3e-3
+@pytest.mark.parametrize(("dtype", "accumulation"), [(E4M3, "exact"), (E4M3, "fast"), ("bfloat16", "exact")])
+def test_simulated_few_rows_have_no_races(mosaic, dtype, accumulation):
+    (x, w), params = operands((24, 200, 640), (dtype, E4M3)), MosaicGpuParams(block_m=64, block_n=64, stages=2)
+    assert error(mosaic, x, w, params, races=True, accumulation=accumulation) < 3e-3
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,18 @@ def test_a_reference_with_a_candidate_s_program_is_in_the_bundle(tmp_path):
     assert call.reference is not None
 
 
+@pytest.mark.parametrize(
+    ("options", "loads"), [({}, True), ({"processes": 2}, False), ({"executor": concurrent.futures.Executor()}, False)]
+)
+def test_only_a_process_that_compiles_loads_the_compiler(monkeypatch, tmp_path, options, loads):
+    asked = []
+    monkeypatch.setattr(Target, "check", lambda self, *, loads_compiler: asked.append(loads_compiler))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="must be empty"):
+        compile_bundle([], Target.named("here"), tmp_path, **options)
+    assert asked == [loads]
+
+
 def test_a_folder_with_something_in_it_is_an_error(twice, tmp_path):
     (tmp_path / "bundle").mkdir()
     (tmp_path / "bundle" / "thesis.tex").write_text("")

@@ -82,6 +82,14 @@ def test_compile_processes_need_a_count_and_a_described_device():
         assert compiler_for(device_fingerprint(), 1, TIMEOUT, lambda: 60.0) is None
 
 
+def test_a_bundle_for_an_undescribed_gpu_of_this_machine_is_compiled_by_threads(tmp_path, monkeypatch):
+    inv = Invocation(kernel=plain, args=(X,))
+    monkeypatch.setattr("ejkernel.ops.autotuner.compile.bundles.compile_processes", None)
+    gpu = dataclasses.replace(HERE, fingerprint="gpu:another")
+    (call,) = compile_bundle([inv], gpu, tmp_path / "bundle", processes=1)
+    assert [str(candidate.outcome.status) for candidate in call.candidates] == ["ready", "ready"]
+
+
 @pytest.mark.smoke
 def test_processes_and_threads_compile_the_same_program(monkeypatch):
     traced, run = set(), Faulty.run

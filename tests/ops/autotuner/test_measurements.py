@@ -497,6 +497,8 @@ def test_records_come_from_the_nearest_call_first(store):
 def test_calls_that_differ_in_more_than_dimensions_are_not_similar(store, other):
     store.save(searched(other, {Tile(1): 1.0}))
     assert store.records(call()) == []
+    store.save(searched(call(), {Tile(1): 1.0}))
+    assert [len(store.records(each)) for each in (call(), other)] == [1, 1]
 
 
 def test_another_version_of_the_operation_is_another_operation(store):

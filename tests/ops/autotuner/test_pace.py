@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +52,18 @@ def test_a_time_of_an_earlier_attempt_compares_by_the_same_clock_only():
 def test_without_times_of_the_heuristic_seconds_decide():
     pool = pool_of(Candidate("heuristic"), QUIET, BUSY)
     assert [candidate.config for candidate in pool.fastest_first(pool.tried)] == ["quiet", "busy"]
+    assert pool.comparable_seconds(BUSY) == pytest.approx(3.0)
+    assert pool.comparable_seconds(Candidate("not measured")) is None
+
+
+@pytest.mark.parametrize(("is_over", "prepared"), [(False, ["quiet", "busy"]), (True, ["quiet"])])
+def test_only_the_best_candidate_is_compiled_again_after_the_end(monkeypatch, is_over, prepared):
+    pool, asked = pool_of(measured("heuristic", 1.0, 1.0)), []
+    monkeypatch.setattr(pool, "must_end", lambda: is_over)
+    monkeypatch.setattr(pool, "_budget", SimpleNamespace(is_abandoned=lambda: False))
+    monkeypatch.setattr(pool, "prepare", lambda candidates, stop=None: asked.extend(c.config for c in candidates))
+    pool.prepare_again([dataclasses.replace(candidate, compiled=None) for candidate in (QUIET, BUSY)])
+    assert asked == prepared
 
 
 def test_the_first_look_compares_samples_of_the_same_rounds():

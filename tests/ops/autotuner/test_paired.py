@@ -114,7 +114,7 @@ def test_a_slower_challenger_is_no_tie_even_if_its_interval_contains_equality():
 
 @pytest.mark.parametrize(("share", "wins"), [(0.94, True), (0.96, False), (0.99, False)])
 def test_a_challenger_that_takes_more_memory_must_be_five_per_cent_faster(share, wins):
-    verdict = compare([share] * 10, [1.0] * 10, takes_more=True)
+    verdict = compare([share] * 10, [1.0] * 10, more_bytes=1)
     assert (verdict.wins, verdict.settled, verdict.is_tie) == (wins, True, False)
     assert verdict.least == pytest.approx(1 / 0.95)
 
@@ -123,14 +123,14 @@ def test_a_challenger_that_takes_more_memory_must_be_five_per_cent_faster(share,
 def test_a_challenger_that_takes_more_memory_must_lead_by_so_much_in_most_rounds(rounds, wins):
     shares = [0.85] * rounds + [0.97] * (15 - rounds)
     assert compare(shares, [1.0] * 15).wins
-    assert compare(shares, [1.0] * 15, takes_more=True).wins is wins
+    assert compare(shares, [1.0] * 15, more_bytes=1).wins is wins
 
 
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1), st.booleans())
 def test_memory_only_takes_wins_away_and_only_below_five_per_cent(pairs, is_last):
     mine, theirs = [a for a, _ in pairs], [b for _, b in pairs]
     usual = compare(mine, theirs, is_last=is_last)
-    verdict = compare(mine, theirs, is_last=is_last, takes_more=True)
+    verdict = compare(mine, theirs, is_last=is_last, more_bytes=1)
     assert verdict.wins <= (usual.wins and verdict.speedup > 1 / 0.95)
     assert verdict.settled >= usual.settled or (usual.wins and not verdict.wins)
 
@@ -209,9 +209,9 @@ def test_a_serial_challenger_that_only_the_disturbed_clock_prefers_stays_undecid
 def test_by_processor_time_more_memory_needs_a_larger_lead():
     fast, slow = calls(0.87, NOISE), calls(1.0, NOISE[::-1])
     assert judge(fast, slow).wins
-    verdict = judge(fast, slow, takes_more=True)
+    verdict = judge(fast, slow, more_bytes=1)
     assert (verdict.wins, verdict.judged_by, round(verdict.least, 2)) == (False, "processor", 1.18)
-    assert judge(calls(0.8, NOISE), slow, takes_more=True).wins
+    assert judge(calls(0.8, NOISE), slow, more_bytes=1).wins
 
 
 def test_nearly_equal_work_is_not_a_win():

@@ -29,12 +29,10 @@ from tests.ops.sealing import change_object
 
 from ejkernel import settings
 from ejkernel.ops.config import _files, entries
-from ejkernel.ops.config.cache import Overlay
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
-from ejkernel.ops.utils import fingerprint
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.storage.serialize import sealed_object
 from ejkernel.ops.utils.values.nameable import nameable
@@ -774,38 +772,6 @@ def test_putting_a_readable_value_does_not_warn(cache, config):
     assert cache.get(KEY) == config
 
 
-# --- earlier names of a device ---
-
-
-@pytest.fixture
-def renamed(monkeypatch):
-    monkeypatch.setattr(fingerprint, "_cpu_names", lambda: ("epyc_25_17_1_x2", "epyc_x2"))
-    return KEY._replace(device="cpu:epyc_25_17_1_x2"), KEY._replace(device="cpu:epyc_x2")
-
-
-def test_entries_under_an_earlier_name_of_the_device_are_found(cache, renamed):
-    now, before = renamed
-    cache.put(before, CFG)
-    assert cache.get(now) == CFG
-    assert cache.load(now).key == before
-    assert cache.load(now._replace(device="cpu:epyc_x4")) is None
-    assert cache.remove(now)
-    assert now not in cache
-
-
-def test_an_entry_under_the_devices_name_ranks_before_one_under_an_earlier_name(cache, renamed):
-    now, before = renamed
-    cache.put(before, CFG)
-    cache.put(now, FwdParams(q_blocksize=128))
-    assert cache.get(now) == FwdParams(q_blocksize=128)
-    assert cache.get(before) == CFG
-
-
-def test_an_overlay_has_the_configurations_under_an_earlier_name_of_the_device(renamed):
-    now, before = renamed
-    assert Overlay({before: CFG}).lookup(now) == CFG
-
-
 def test_a_folder_that_is_a_file_is_one_warning_with_its_name(tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.write_text("")
@@ -823,6 +789,15 @@ def test_a_file_system_may_return_a_few_bytes_at_a_time(cache, monkeypatch):
     read = os.read
     monkeypatch.setattr(os, "read", lambda descriptor, most: read(descriptor, min(most, 7)))
     assert cache.get(KEY, type(CFG)) == CFG
+
+
+def test_a_file_read_in_pieces_may_have_as_many_bytes_as_allowed(tmp_path, monkeypatch):
+    file, read = tmp_path / "file", os.read
+    file.write_bytes(b"x" * 20)
+    monkeypatch.setattr(os, "read", lambda descriptor, most: read(descriptor, min(most, 7)))
+    assert _files.read_file(file, 20) == b"x" * 20
+    with pytest.raises(_files.UnusableError, match="more than 19 bytes"):
+        _files.read_file(file, 19)
 
 
 def test_a_table_shows_the_parts_of_a_key_in_separate_columns():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 import types
 import warnings
 from typing import Any
@@ -297,6 +298,8 @@ def test_two_threads_tune_one_call_once(inv, kernel):
         return found
 
     chain.persistent.get = missed_by_both
+    tune = tuner.tune
+    tuner.tune = lambda inv, kernel, *, policy: time.sleep(0.02) or tune(inv, kernel, policy=policy)  # the other waits
     found = []
     threads = [threading.Thread(target=lambda: found.append(resolved(chain, inv))) for _ in range(2)]
     for thread in threads:

@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests import forked
 
 from ejkernel import ops
 from ejkernel.ops import (
@@ -443,6 +441,8 @@ def test_the_policy_in_force_holds_for_the_searches(kernel):
 PROGRAM = """
 import json, sys
 import jax, numpy as np
+from tests import forked
+
 from ejkernel import ops
 
 class Telling(ops.Kernel[int, jax.Array]):
@@ -468,9 +468,7 @@ print(json.dumps([value, ops.default_executor().explain(kernel, x).source, *inv.
 def test_the_next_process_starts_tuned_and_tunes_nothing(tmp_path):
     inv = Invocation(op_id="Telling", args=(np.ones((2, 3), np.float32),))
     PersistentCache(tmp_path).put(inv.key, 7)
-    env = {**os.environ, "EJKERNEL_CACHE_DIR": str(tmp_path), "EJKERNEL_AUTOTUNE": "1"}
-    env["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, check=False, capture_output=True, text=True)
+    done = forked.python(tmp_path, "-c", PROGRAM, EJKERNEL_CACHE_DIR=str(tmp_path), EJKERNEL_AUTOTUNE="1")
     assert done.returncode == 0, done.stderr
     value, source, *key = json.loads(done.stdout)
     assert (value, source, ConfigKey(*key)) == (7.0, "persistent", inv.key)

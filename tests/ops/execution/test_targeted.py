@@ -68,6 +68,7 @@ def test_own_candidates_and_several_calls_are_estimated(simulated):
     assert [[row.config for row in each.rows] for each in found.estimates] == [[2, 5], [2, 5]]
 
 
+@pytest.mark.slow
 def test_candidates_are_compiled_into_a_bundle(tmp_path):
     found = autotune(TWICE, X, target="here", output=tmp_path / "bundle")
     assert found.statuses == {"ready": 1, "same": 2}

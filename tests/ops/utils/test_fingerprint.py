@@ -78,16 +78,20 @@ ARM = "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0C\n"
 )
 def test_a_processor_with_a_hidden_model_is_named_by_its_generation(monkeypatch, tmp_path, info, name):
     (tmp_path / "cpuinfo").write_text(info)
-    named = named_from(monkeypatch, tmp_path / "cpuinfo")
-    assert named[0].rpartition("_x")[0] == name
-    assert named[0].startswith(named[1].rpartition("_x")[0])
+    assert named_from(monkeypatch, tmp_path / "cpuinfo").rpartition("_x")[0] == name
+
+
+def test_the_cores_of_a_system_without_affinity_are_all_of_them(monkeypatch):
+    monkeypatch.delattr(fingerprint.os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(fingerprint.os, "cpu_count", lambda: 3)
+    assert fingerprint.cores() == [0, 1, 2]
 
 
 def named_from(monkeypatch, cpuinfo):
     monkeypatch.setattr(fingerprint, "Path", lambda name: cpuinfo)
     monkeypatch.setattr(fingerprint.platform, "processor", lambda: "")
     monkeypatch.setattr(fingerprint.platform, "machine", lambda: "aarch64")
-    return fingerprint._cpu_names.__wrapped__()
+    return fingerprint._cpu_name.__wrapped__()
 
 
 @pytest.mark.parametrize(("kind", "platform"), [("cuda", "triton"), ("tpu", "pallas"), ("cpu", "xla"), ("npu", "npu")])

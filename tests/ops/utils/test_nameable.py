@@ -214,7 +214,7 @@ def test_a_kernels_forms_and_configuration_declare():
 
 
 @tune(space={"rows": [1, 2]})
-def tuned(x, *, how: Alone = Alone.ONE, activation=other, rows=1):
+def tuned(x, *, how: Alone, activation=other, rows=1):
     return activation(x)
 
 

@@ -103,7 +103,7 @@ class Hopper:
 
 
 class Interpreter:
-    """The same operations, synchronous and in program order, for Pallas's interpreter.
+    """The operations of `Hopper`, synchronous and in program order, for Pallas's interpreter.
 
     Args:
         interpret: `InterpretGPUParams`.

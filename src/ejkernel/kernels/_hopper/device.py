@@ -19,9 +19,10 @@ _HOPPER = re.compile(r"(^|[:_])(h20|h100|h200|h800|gh200)(_|$)")
 
 
 class Registers(NamedTuple):
-    """Registers per thread, after `setmaxnreg` has moved some from the producer to the consumer warpgroups.
+    """Registers of each thread, after `setmaxnreg` has moved some from the producer to the consumer warpgroups.
 
-    A multiprocessor has 65,536 registers, which the threads of all warpgroups share in steps of 8.
+    Both numbers are multiples of 8. A multiprocessor has 65,536 registers, and a warpgroup has 128 threads. E.g. 40 for
+    one producer and 232 for each of two consumers fit: `128 * (40 + 2 * 232)` is 64,512.
     """
 
     producer: int

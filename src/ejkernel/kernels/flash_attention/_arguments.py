@@ -271,7 +271,7 @@ def canonical_context(
 
 
 def check_axis(axis_name: Any) -> None:
-    """Raise unless the program is inside a `shard_map` over these mesh axes."""
+    """Raise an `ArgumentError` unless the program is inside a `shard_map` over these mesh axes."""
     try:
         jax.lax.axis_size(_axis_names(axis_name))
     except NameError as error:

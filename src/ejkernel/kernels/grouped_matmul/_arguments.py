@@ -18,7 +18,7 @@ from .common import Groups, row_ends, taken_apart
 
 
 def check_operand(name: str, array: Any, axes: str) -> None:
-    """Raise unless the operand is a floating-point array with as many axes as `axes` names."""
+    """Raise an `ArgumentError` unless the operand is a floating-point array with as many axes as `axes` names."""
     if not is_array(array) or not jnp.issubdtype(array.dtype, jnp.floating):
         raise ArgumentError(f"{name} must be a floating-point array {axes}, got {wrong_array(array, 'bfloat16')}.")
     if len(array.shape) != len(axes.split(",")):
@@ -26,14 +26,14 @@ def check_operand(name: str, array: Any, axes: str) -> None:
 
 
 def check_product(lhs: Any, rhs: Any, *, transpose_rhs: bool) -> None:
-    """Raise unless `lhs` has rows, and `rhs` a matrix of matching shape for each group."""
+    """Raise an `ArgumentError` unless `lhs` has rows, and `rhs` a matrix of matching shape for each group."""
     check_operand("lhs", lhs, "[m, k]")
     check_operand("rhs", rhs, "[groups, n, k]" if transpose_rhs else "[groups, k, n]")
     check_pair(lhs, rhs, (1, 2 if transpose_rhs else 1), f"have one k where transpose_rhs is {transpose_rhs}")
 
 
 def check_gate(gate: Any, rhs: Any) -> None:
-    """Raise unless the gate has the shape and dtype of `rhs`."""
+    """Raise an `ArgumentError` unless the gate has the shape and dtype of `rhs`."""
     check_operand("gate", gate, "[groups, k, n]")
     if (gate.shape, gate.dtype) != (rhs.shape, rhs.dtype):
         raise ArgumentError(
@@ -43,7 +43,7 @@ def check_gate(gate: Any, rhs: Any) -> None:
 
 
 def check_row_scale(row_scale: Any, lhs: Any) -> None:
-    """Raise unless `row_scale` has one factor per row of `lhs`."""
+    """Raise an `ArgumentError` unless `row_scale` has one factor per row of `lhs`."""
     check_operand("row_scale", row_scale, "[m]")
     if row_scale.shape[0] != lhs.shape[0]:
         raise ArgumentError(
@@ -53,7 +53,7 @@ def check_row_scale(row_scale: Any, lhs: Any) -> None:
 
 
 def check_pair(lhs: Any, rhs: Any, axes: tuple[int, int], what: str) -> None:
-    """Raise unless the operands have the same dtype, and the same length along these axes."""
+    """Raise an `ArgumentError` unless the operands have the same dtype, and the same length along these axes."""
     if lhs.dtype != rhs.dtype:
         raise ArgumentError(f"lhs and rhs must have one dtype, got {lhs.dtype} and {rhs.dtype}; cast one of them.")
     if lhs.shape[axes[0]] != rhs.shape[axes[1]]:
@@ -62,7 +62,7 @@ def check_pair(lhs: Any, rhs: Any, axes: tuple[int, int], what: str) -> None:
 
 
 def check_sizes(group_sizes: Any, groups: int | None = None) -> None:
-    """Raise unless `group_sizes` has an integer for each group."""
+    """Raise an `ArgumentError` unless `group_sizes` has an integer for each group."""
     if not is_array(group_sizes) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         got = wrong_array(group_sizes, "int32")
         raise ArgumentError(f"group_sizes must be an array of integers [groups], got {got}.")
@@ -103,7 +103,7 @@ def canonical_count(groups: Any) -> int | None:
 
 
 def check_count(groups: int | None, group_sizes: Any, first_group: Any) -> None:
-    """Raise if `groups` differs from the number of sizes, and no `first_group` selects them."""
+    """Raise an `ArgumentError` if `groups` differs from the number of sizes, and no `first_group` selects them."""
     if first_group is not None or groups is None or not is_array(group_sizes) or len(group_sizes.shape) != 1:
         return
     if group_sizes.shape[0] != groups:

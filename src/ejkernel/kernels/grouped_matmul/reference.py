@@ -79,14 +79,14 @@ def product(
 def by_tiles(
     multiply: Callable[[Any, Any], jax.Array], lhs: Any, rhs: Any, groups: Groups, out: jax.Array, *, block: int
 ) -> jax.Array:
-    """Return `out` with `multiply(rows, matrix)` in the rows of groups, computed in tiles of at most `block` rows.
+    """Return the product of each group's rows with its matrix, computed in tiles of at most `block` rows.
 
     Args:
-        multiply: Multiplies a tile's entries of `lhs` with its group's entry of `rhs`.
-        lhs: A tree of arrays with an entry for each row.
-        rhs: A tree of arrays with an entry for each group.
+        multiply: Returns the product of a tile: the slice of `lhs` for its rows and the slice of `rhs` for its group.
+        lhs: A tree of arrays whose first axis is the rows, e.g. an array and its scales.
+        rhs: A tree of arrays whose first axis is the groups.
         groups: The groups.
-        out: Zeros.
+        out: Zeros, in the shape and dtype of the result; rows outside the groups stay zero.
         block: Rows of a tile.
     """
     rows, count = out.shape[0], jax.tree.leaves(rhs)[0].shape[0]

@@ -22,7 +22,7 @@ from .common import GRADIENTS, STATISTICS
 
 
 def check_operands(x: Any, weight: Any, labels: Any, bias: Any, *, transpose_weight: bool) -> None:
-    """Raise unless the arrays fit together."""
+    """Raise an `ArgumentError` unless the arrays fit together."""
     kinds: list[Any] = [x.dtype if is_array(x) else None for x in (weight, labels)]
     if None not in kinds and jnp.issubdtype(kinds[0], jnp.integer) and jnp.issubdtype(kinds[1], jnp.floating):
         raise ArgumentError("weight and labels are in each other's place; the order is (x, weight, labels).")
@@ -51,7 +51,7 @@ def check_operands(x: Any, weight: Any, labels: Any, bias: Any, *, transpose_wei
 
 
 def check_labels(labels: Any, x: Any) -> None:
-    """Raise unless `labels` has an integer for each row of `x`."""
+    """Raise an `ArgumentError` unless `labels` has an integer for each row of `x`."""
     if not is_array(labels) or not jnp.issubdtype(labels.dtype, jnp.integer):
         got = f"dtype {labels.dtype}" if is_array(labels) else type(labels).__name__
         one_hot = is_array(labels) and len(labels.shape) == len(x.shape)
@@ -64,7 +64,7 @@ def check_labels(labels: Any, x: Any) -> None:
 
 
 def check_token_weights(token_weights: Any, x: Any) -> None:
-    """Raise unless there is a weight for each row of `x`."""
+    """Raise an `ArgumentError` unless there is a weight for each row of `x`."""
     if not is_array(token_weights) or not (
         jnp.issubdtype(token_weights.dtype, jnp.floating)
         or jnp.issubdtype(token_weights.dtype, jnp.integer)

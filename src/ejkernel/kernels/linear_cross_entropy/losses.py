@@ -39,9 +39,9 @@ class Head:
     Attributes:
         x, weight, bias: The arrays.
         labels: Labels that count from this device's first column.
-        options: Options of both operations.
+        options: Keyword arguments of both `linear_cross_entropy` and `linear_cross_entropy_gradients`.
         vocab_axis: Mesh axes over which the vocabulary is sharded, inside `shard_map`.
-        cfg: The configuration of one of the operations, or `None`.
+        cfg: The configuration of one of these operations, or `None`; the other operation looks one up.
     """
 
     x: Any

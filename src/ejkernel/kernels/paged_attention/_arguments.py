@@ -25,7 +25,7 @@ KEYS_ONLY = "[pages, page_size, kv_heads, 1, head_dim]"
 
 
 def check_pages(kv_pages: Any) -> None:
-    """Raise unless the cache has five axes and a supported dtype."""
+    """Raise an `ArgumentError` unless the cache has five axes and a supported dtype."""
     if not is_array(kv_pages) or len(kv_pages.shape) != 5 or kv_pages.shape[3] not in (1, 2):
         raise ArgumentError(
             f"kv_pages must be an array {PAGES}, keys first, or {KEYS_ONLY} if values are part of the keys; got "
@@ -36,7 +36,7 @@ def check_pages(kv_pages: Any) -> None:
 
 
 def check_main(q: Any, kv_pages: Any) -> None:
-    """Raise unless queries and cache fit together."""
+    """Raise an `ArgumentError` unless queries and cache fit together."""
     if not is_array(q) or len(q.shape) != 3 or str(q.dtype) not in DTYPES:
         raise ArgumentError(
             f"q must be an array [tokens, heads, head_dim] of {', '.join(DTYPES)}; got {type_text(q)}. Reshape "
@@ -58,7 +58,7 @@ def check_main(q: Any, kv_pages: Any) -> None:
 
 
 def check_batch(page_table: Any, query_offsets: Any, kv_lengths: Any) -> None:
-    """Raise unless table, offsets and lengths are those of one number of sequences."""
+    """Raise an `ArgumentError` unless table, offsets and lengths are those of one number of sequences."""
     _check_integers("page_table", page_table, "[sequences, pages]")
     check_lengths(query_offsets, kv_lengths)
     if page_table.shape[0] != kv_lengths.shape[0]:
@@ -69,7 +69,7 @@ def check_batch(page_table: Any, query_offsets: Any, kv_lengths: Any) -> None:
 
 
 def check_lengths(query_offsets: Any, kv_lengths: Any) -> None:
-    """Raise unless offsets and lengths are those of one number of sequences."""
+    """Raise an `ArgumentError` unless offsets and lengths are those of one number of sequences."""
     _check_integers("query_offsets", query_offsets, "[sequences + 1]")
     _check_integers("kv_lengths", kv_lengths, "[sequences]")
     wanted = (kv_lengths.shape[0] + 1,)
@@ -81,7 +81,7 @@ def check_lengths(query_offsets: Any, kv_lengths: Any) -> None:
 
 
 def check_batch_values(query_offsets: Any, kv_lengths: Any, tokens: Any = None) -> None:
-    """Raise unless the values of offsets and lengths fit together, as far as the host knows them without waiting.
+    """Raise an `ArgumentError` if the host knows offsets and lengths without waiting, and they do not fit together.
 
     It knows NumPy arrays, and JAX's on a CPU; other values, e.g. those inside `jax.jit`, are not checked.
 
@@ -134,13 +134,13 @@ def _check_integers(name: str, array: Any, axes: str) -> None:
 
 
 def check_count(name: str, value: Any) -> None:
-    """Raise unless the value is a positive integer."""
+    """Raise an `ArgumentError` unless the value is a positive integer."""
     if not is_integer(value) or value < 1:
         raise ArgumentError(f"{name} must be a positive integer, got {given_text(value)}.")
 
 
 def check_new_tokens(k: Any, v: Any, kv_pages: Any) -> None:
-    """Raise unless keys and values of new tokens fit the cache."""
+    """Raise an `ArgumentError` unless keys and values of new tokens fit the cache."""
     kv_heads, kinds, head_dim = kv_pages.shape[2:]
     if (v is None) != (kinds == 1):
         raise ArgumentError(
@@ -158,7 +158,7 @@ def check_new_tokens(k: Any, v: Any, kv_pages: Any) -> None:
 
 
 def check_copies(sources: Any, targets: Any) -> None:
-    """Raise unless sources and targets have the same length."""
+    """Raise an `ArgumentError` unless sources and targets have the same length."""
     _check_integers("sources", sources, "[copies]")
     _check_integers("targets", targets, "[copies]")
     if sources.shape != targets.shape:

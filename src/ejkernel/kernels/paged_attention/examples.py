@@ -28,7 +28,19 @@ class Batch(NamedTuple):
 
 
 def measured_batches(tokens: int, sequences: int, most: int, rng: np.random.Generator) -> dict[str, Batch]:
-    """Return the recorded batches that belong to a call, or those of `example_batches` if there is none."""
+    """Return batches to measure a call with, by name: recorded batches of its size, or else `example_batches`.
+
+    Recorded batches come from the file that `EJKERNEL_BATCHES` names.
+
+    Args:
+        tokens, sequences: Rounded-up numbers of new tokens and sequences. A recorded batch must have more than half of
+            each, and not more than these.
+        most: The largest number of keys of a sequence.
+        rng: For `example_batches`.
+
+    Raises:
+        ArgumentError: The file cannot be read, or is no file of batches.
+    """
     path = settings.current().batches
     found = [] if path is None else _fitting(path, tokens, sequences, most)
     return dict(found) or example_batches(tokens, sequences, most, rng)

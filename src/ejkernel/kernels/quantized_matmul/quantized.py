@@ -191,7 +191,7 @@ def _largest(x: jax.Array, block: Block) -> jax.Array:
 
 
 def _check_shards(x: jax.Array, block: Block) -> None:
-    """Raise if a block would be cut by the sharding of `x` over explicit mesh axes."""
+    """Raise an `ArgumentError` if a block would be cut by the sharding of `x` over explicit mesh axes."""
     aval = jax.typeof(x)
     mesh = compat.explicit_mesh([aval])
     for axis, entry in enumerate(compat.spec_of(aval) if mesh is not None else ()):
@@ -225,7 +225,7 @@ def scale_shape(shape: Sequence[Any], block: Block) -> tuple[Any, ...]:
 
 
 def check_quantized(name: str, array: Quantized) -> None:
-    """Raise unless dtypes and shapes fit together."""
+    """Raise an `ArgumentError` unless dtypes and shapes fit together."""
     values, scale, block = (getattr(array, part) for part in ("values", "scale", "block"))
     if not is_array(values) or str(values.dtype) not in LARGEST:
         raise ArgumentError(f"{name}.values must have dtype {', '.join(LARGEST)}; got {type_text(values)}.")

@@ -172,7 +172,7 @@ class Autotuner:
             if cancellation.is_requested:  # the reason why nothing was measured
                 raise KeyboardInterrupt from None
             raise
-        return dataclasses.replace(data, interrupted=data.interrupted or cancellation.is_requested)
+        return dataclasses.replace(data, interrupted=cancellation.is_requested)
 
 
 def _rejected(compiled: BundledCall, *, alone: bool) -> tuple[Outcome, ...]:

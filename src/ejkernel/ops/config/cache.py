@@ -15,7 +15,6 @@ from ejkernel.ops.config.tiers.tier import Resolution
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.utils.fingerprint import former_names
 from ejkernel.ops.utils.messages.names import called_in_with
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import stable_json
@@ -174,7 +173,7 @@ class Overlay:
 
     def lookup(self, key: ConfigKey) -> Any:
         """Return the configuration under `key`, or `None`."""
-        return next((self._entries[name] for name in known_as(key) if name in self._entries), None)
+        return self._entries.get(key)
 
     def __eq__(self, other: object) -> bool:
         # Configurations of a redefined class have equal content, but the kernel rejects them.
@@ -186,12 +185,6 @@ class Overlay:
 
     def __hash__(self) -> int:
         return hash(self.digest)
-
-
-def known_as(key: Any) -> tuple[Any, ...]:
-    """Return a key, and the keys that earlier versions gave to the same call."""
-    former = former_names(key.device) if isinstance(key, ConfigKey) else ()
-    return key, *(key._replace(device=name) for name in former)
 
 
 def _overlay_key(key: object) -> ConfigKey:

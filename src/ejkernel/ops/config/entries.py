@@ -291,6 +291,7 @@ class ShippedConfigs:
 
     def __init__(self, folder: Traversable) -> None:
         self.folder = folder
+        self._devices = frozenset(place.name for place in listed(folder))
 
     def find(self, key: ConfigKey, cfg_type: object) -> Shipped | None:
         """Return the shipped configuration for the exact device of a key; warn about an unusable entry.
@@ -307,10 +308,6 @@ class ShippedConfigs:
         except UnusableError as error:
             warn_of(f"{key.call} of {self.folder}", error)
             return None
-
-    @functools.cached_property
-    def _devices(self) -> frozenset[str]:
-        return frozenset(place.name for place in listed(self.folder))
 
 
 def sister_of(device: str) -> str | None:

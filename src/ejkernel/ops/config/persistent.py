@@ -34,7 +34,7 @@ from ejkernel.ops.config._files import (
     warn_once,
 )
 from ejkernel.ops.config._writing import write_file
-from ejkernel.ops.config.cache import key_and_config, key_of, known_as
+from ejkernel.ops.config.cache import key_and_config, key_of
 from ejkernel.ops.config.entries import (
     StoredEntry,
     check_key,
@@ -232,9 +232,7 @@ class PersistentCache(Shown):
 
     def remove(self, *key: object) -> bool:
         """Remove the entry of a key from the writable folder; return whether it had one. Layers stay unchanged."""
-        return sum(self._remove(each) for each in known_as(key_of(key))) > 0
-
-    def _remove(self, wanted: object) -> bool:
+        wanted = key_of(key)
         found = self._memory.pop(identity(wanted), None) is not None
         if self.path is None:
             return found
@@ -305,22 +303,21 @@ class PersistentCache(Shown):
         self, key: object, use: Callable[[StoredEntry], Any], problem: Callable[[str], None] | None = None
     ) -> Iterator[Any]:
         """Yield `use(entry)` for each usable entry of a key; report the others to `problem`, or warn of them."""
-        for each in known_as(key):
-            canonical = identity(each)
-            for place, read in self._places(each, canonical):
-                try:
-                    entry = read()
-                    if entry is None:
-                        continue
-                    check_key(entry, canonical)
-                    answer = use(entry)
-                except UnusableError as error:
-                    if problem is None:
-                        warn_of(place, error, _REMEDY)
-                    else:
-                        problem(f"{place}: {error}")
+        canonical = identity(key)
+        for place, read in self._places(key, canonical):
+            try:
+                entry = read()
+                if entry is None:
+                    continue
+                check_key(entry, canonical)
+                answer = use(entry)
+            except UnusableError as error:
+                if problem is None:
+                    warn_of(place, error, _REMEDY)
                 else:
-                    yield answer
+                    problem(f"{place}: {error}")
+            else:
+                yield answer
 
     def _places(self, key: object, canonical: str) -> Iterator[tuple[str, Callable[[], StoredEntry | None]]]:
         self._look_for_layers()

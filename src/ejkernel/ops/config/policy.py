@@ -84,7 +84,12 @@ class AutotunePolicy(NamedFields, NoBlock):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PolicyChange:
-    """Changed fields of a policy, for one chain or for all chains."""
+    """Fields that `policy_override` changes in the policy of one selector chain, or of all chains.
+
+    Attributes:
+        selector: The `ConfigSelectorChain`; `None` for all.
+        changes: Pairs of a field's name and its new value.
+    """
 
     selector: Any
     changes: tuple[tuple[str, Any], ...]

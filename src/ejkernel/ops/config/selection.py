@@ -28,7 +28,6 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import (
     Kernel,
     has_backward_heuristic,
-    living_kernels,
     overrides,
     same_code,
 )
@@ -45,7 +44,7 @@ from ejkernel.ops.utils import services
 from ejkernel.ops.utils.formatting import arguments
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.validation import check_argument
-from ejkernel.ops.utils.weak_caches import Copied
+from ejkernel.ops.utils.weak_caches import Copied, living
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +263,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
     def _warn_of_namesake(self, kernel: Kernel[Any, Any]) -> None:
         if kernel.op_id_v in self._namesakes:
             return
-        namesakes = living_kernels().get(kernel.op_id_v, ())
+        namesakes = [other for other in reversed(living(Kernel)) if other.op_id_v == kernel.op_id_v]
         others = [other for other in namesakes if other is not kernel and not same_code(kernel, other)]
         if others:
             self._namesakes.add(kernel.op_id_v)

@@ -129,11 +129,11 @@ def standing(
     *,
     look: bool = False,
 ) -> tuple[Action, str]:
-    """Return the action for the entry of a call, and the entry's differences in words.
+    """Return what to do with a saved configuration (`use`, `retune` or `refuse`), and how it is stale, in words.
 
     Args:
-        policy: The actions for differences.
-        entry: The entry; `None` if unknown.
+        policy: The action for each difference: another JAX, jaxlib, driver or search space.
+        entry: The saved entry of the call; without one (`None`) the answer is `("use", "")`.
         kernel: The kernel of the call.
         inv: The call.
         look: Whether to compare search spaces even if that cannot change the action.

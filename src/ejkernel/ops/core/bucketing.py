@@ -58,16 +58,16 @@ def _rounded(size: Any, axis: int, least: int) -> int:
 
 
 def checked_stand_in(op_id: str, answer: Any, own: StandIn, retake: Retake) -> StandIn:
-    """Return the arguments that represent a call's bucket, from the answer of `Kernel.bucket`; `own` if it has those.
+    """Check the result of `Kernel.bucket`, and return the arguments that represent the call's bucket.
 
     Args:
         op_id: Name of the operation, for messages.
-        answer: The answer.
-        own: The call's own arguments.
-        retake: Takes the arguments in the answer apart.
+        answer: The result of `Kernel.bucket`, which should be `(args, kwargs)`.
+        own: The call's own arguments; they are returned if the answer is equal to them.
+        retake: Splits `(args, kwargs)` into a `CallSpec` and the types of the arrays.
 
     Raises:
-        KernelError: The answer cannot represent the call.
+        KernelError: The answer is not `(args, kwargs)`, or differs from the call in more than the sizes of arrays.
     """
     if not is_call(answer):
         raise KernelError(f"{op_id}: bucket must return (args, kwargs), got {answer!r}.")

@@ -20,7 +20,7 @@ from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.messages.names import BUDGETS, misfit, raise_if_misfit
 from ejkernel.ops.utils.validation import is_call
 from ejkernel.ops.utils.values.identity import Held, Strong, by_is, held_weakly, identity, identity_of_node
-from ejkernel.ops.utils.values.scalars import Takes, parameters_taking, python_numbers
+from ejkernel.ops.utils.values.scalars import Takes, python_numbers, resolved_annotations, takes_of
 from ejkernel.ops.utils.values.signature import as_array, is_array, wraps_array
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -121,8 +121,8 @@ class CallSpec:
         return [(jax.tree.structure(arg), jax.tree.leaves(arg)) for arg in args]
 
 
-def _restored(kernel: Computation[Cfg, Out], tree: object, method: str | None) -> CallSpec:
-    return _spec_of(kernel, tree, method)[0]
+def _restored(kernel: Computation[Cfg, Out], tree: tuple[Any, Any], method: str | None) -> CallSpec:
+    return take_apart(kernel, *tree, method)[0]
 
 
 def prepared(
@@ -153,7 +153,7 @@ def with_python_numbers(
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Return the arguments of a call with Python numbers in place of static NumPy and JAX scalars.
 
-    The signatures of `prepare` and `run` determine the static parameters; see `parameters_taking`. Without such a
+    The signatures of `prepare` and `run` determine the static parameters; see `takes_of`. Without such a
     scalar the result is the same objects.
 
     Args:
@@ -241,12 +241,12 @@ def _with_cfg_by_keyword(cls: type, name: str) -> inspect.Signature:
 
 
 def _parameters(signature: inspect.Signature, function: Any, choices: frozenset[str]) -> _Parameters:
-    takes = parameters_taking(signature, function) | dict.fromkeys(choices, Takes.NUMBERS)
-    in_order = parameters_taking(signature, function, by_position=True)
+    annotations = resolved_annotations(function)
     parameters = list(signature.parameters.values())[1:]  # without the kernel itself
+    takes = {p.name: takes_of(p, annotations) for p in parameters} | dict.fromkeys(choices, Takes.NUMBERS)
     others = [takes[p.name] for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
     return _Parameters(
-        positional=tuple(in_order[p.name] for p in parameters if p.kind in _POSITIONAL),
+        positional=tuple(takes_of(p, annotations, by_position=True) for p in parameters if p.kind in _POSITIONAL),
         named={p.name: takes[p.name] for p in parameters if p.kind not in _VARIADIC},
         others=others[0] if others else None,
     )
@@ -260,10 +260,7 @@ def take_apart(
     Raises:
         CallError: The arguments do not fit the signature of the kernel's `run`.
     """
-    return _spec_of(kernel, _bind(kernel, args, kwargs), method)
-
-
-def _spec_of(kernel: Computation[Cfg, Out], tree: object, method: str | None) -> tuple[CallSpec, list[Any]]:
+    tree = _bind(kernel, args, kwargs)
     leaves, treedef = jax.tree.flatten(tree)
     arrays: list[Any] = []
     held: list[Held] = [Strong(kernel)]

@@ -42,9 +42,7 @@ def names_of(kernel: Kernel[Cfg, Out]) -> Names:
     names = Names()
     for form in ("run", *run_forms(kernel)):
         names.add_function(getattr(kernel, form))
-    function = vars(kernel).get("__wrapped__")  # the function of a kernel made by `tune`
-    if function is not None:
-        names.add_function(function)
+    names.add_function(vars(kernel).get("__wrapped__"))  # the function of a kernel made by `tune`
     if kernel.config_type is not None:
         names.add_annotation(kernel.config_type)
     return names

@@ -318,21 +318,20 @@ class Invocation(Generic[Cfg, Out]):
         own = self.array_types[lead : lead + count]
         return dataclasses.replace(self, op_id=kernel.op_id, array_types=own, _node=self._node.forward)
 
-    def without_kernel(self) -> Invocation[Cfg, Out]:
-        """Return the call without its kernel, so that a store does not keep the kernel alive.
+    def abstract(self, *, keeps_kernel: bool = True) -> Invocation[Cfg, Out]:
+        """Return the call with types in place of arrays and tracers, so that it can be stored.
 
-        `dataclasses.replace(call, kernel=...)` restores it.
+        Args:
+            keeps_kernel: Whether the result keeps the kernel alive; if not, it has no kernel, and
+                `dataclasses.replace(call, kernel=...)` restores it.
         """
-        node = None if self._node is None else self._node.with_spec(self._node.spec.weak())
-        return dataclasses.replace(self, kernel=None, _node=node)
-
-    def abstract(self) -> Invocation[Cfg, Out]:
-        """Return the call with types in place of arrays and tracers, so that it can be stored."""
-        if self.array_types:  # from `invocation_of`, which stores only types
-            return self
-        return dataclasses.replace(
-            self, args=self.abstract_args, kwargs=self.abstract_kwargs, device=self.device_fingerprint
-        )
+        changes: dict[str, Any] = {}
+        if not self.array_types:  # `invocation_of` stores only types
+            changes = {"args": self.abstract_args, "kwargs": self.abstract_kwargs, "device": self.device_fingerprint}
+        if not keeps_kernel:
+            changes["kernel"] = None
+            changes["_node"] = None if self._node is None else self._node.with_spec(self._node.spec.weak())
+        return dataclasses.replace(self, **changes) if changes else self
 
 
 def _step(kind: str, *rest: object) -> list[Any]:

@@ -25,7 +25,7 @@ from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differen
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact, zero_tangent
 from ejkernel.ops.errors import ArgumentError, EjkernelError, GradientError, KernelError
-from ejkernel.ops.utils.fingerprint import default_device, platform_kind, platform_of
+from ejkernel.ops.utils.fingerprint import default_device, platform_of
 from ejkernel.ops.utils.values.identity import Held, Strong, held_weakly
 from ejkernel.ops.utils.values.signature import HasType, abstract_tree
 from ejkernel.ops.utils.weak_caches import Bounded, PerObject
@@ -148,11 +148,6 @@ class Types:
     effects: Any = None
     avals: Sequence[HasType] = ()
     gathered: bool = False
-
-    def still_hold(self, platform: str) -> bool:
-        """Return whether the trace is valid for the program being lowered, with the same configuration."""
-        answers = self.answers.items()
-        return platform_kind(self.platform) == platform and all(question() == said for question, said in answers)
 
 
 call_p = compat.Primitive("ejkernel_call")
@@ -354,11 +349,11 @@ compat.register_batching(call_p, _batch)
 
 def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
     wrt = tuple(not compat.is_zero_tangent(tangent) for tangent in tangents)
-    fixed = len(primals) - call.linear
-    if call.linear and not any(wrt[:fixed]):  # a function linear in all varying arguments is its own derivative
-        given = [compat.without_symbolic_zeros(tangent) for tangent in tangents[fixed:]]
+    # A function linear in all varying arguments is its own derivative.
+    if call.linear and not any(wrt[: -call.linear]):
+        given = [compat.without_symbolic_zeros(tangent) for tangent in tangents[-call.linear :]]
         out = call_p.bind(*primals, call=call)
-        return out, call_p.bind(*primals[:fixed], *given, call=call)
+        return out, call_p.bind(*primals[: -call.linear], *given, call=call)
     return _differentiate(primals, [t for t, has in zip(tangents, wrt, strict=True) if has], wrt, call)
 
 

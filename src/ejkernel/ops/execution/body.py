@@ -131,8 +131,11 @@ def trace_with(config: object, call: Call, avals: Sequence[HasType], platform: s
     if not call.node.types_are_whole:
         return None
     types = types_of(call, avals)
-    # A lowered program does not contain references (`jax.Ref`) that the trace created, so such calls are traced again.
-    if types.config is None or not types.still_hold(platform) or compat.has_references(types.jaxpr):
+    if types.config is None or platform_kind(types.platform) != platform:
+        return None
+    # The trace must hold for this program. A lowered program does not contain references (`jax.Ref`) that the trace
+    # created, so such calls are traced again.
+    if any(question() != said for question, said in types.answers.items()) or compat.has_references(types.jaxpr):
         return None
     if identity(types.config) == identity(config):  # faster than JSON; dictionaries are compared below
         return types.jaxpr

@@ -16,6 +16,7 @@ from ejkernel.ops.config.misses.nearest import why_no_entry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain, Consulted, Resolution
 from ejkernel.ops.config.staleness import text_of_differences
+from ejkernel.ops.config.step_notes import StepNote
 from ejkernel.ops.config.tiers.tier import AUTOTUNE, MEMORY, OVERLAY, OVERRIDE, PERSISTENT, SHARED, BareChooser
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import kernel_of, overrides
@@ -269,7 +270,9 @@ def _with_entry(tier: Consulted, chooser: object, inv: Invocation[Cfg, Out], key
     from ejkernel.ops.autotuner.store.saving import heuristic_since  # most programs import no tuner
 
     changed = text_of_differences(heuristic_since(kernel_of(inv), inv, found.config, entry))
-    notes = (tier.note, changed, _measured(entry), f"in {_place_of(entry, store)}", cases(entry.measured))
+    step = StepNote.stored_in(entry.measured)
+    told = () if step is None else (step.in_words,)
+    notes = (tier.note, changed, _measured(entry), *told, f"in {_place_of(entry, store)}", cases(entry.measured))
     return dataclasses.replace(tier, note="; ".join(filter(None, notes)))
 
 

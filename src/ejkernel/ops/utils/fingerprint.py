@@ -67,7 +67,7 @@ def device_fingerprint(device: jax.Device | None = None) -> str:
     if device is None:
         device = default_device()
     kind = platform_kind(device.platform)
-    return f"cpu:{_cpu_names()[0]}" if kind == "cpu" else fingerprint_of(kind, device.device_kind)
+    return f"cpu:{_cpu_name()}" if kind == "cpu" else fingerprint_of(kind, device.device_kind)
 
 
 def device_called(fingerprint: str) -> jax.Device | None:
@@ -124,36 +124,28 @@ def platform_fingerprint(name: str) -> str:
         return f"{kind}:amd_unknown" if name.lower() == "rocm" else f"{kind}:unknown"
 
 
-def former_names(device: str) -> tuple[str, ...]:
-    """Return the names under which earlier versions saved configurations of this process's device `device`."""
-    name, former = _cpu_names()
-    return (f"cpu:{former}",) if device == f"cpu:{name}" and former != name else ()
-
-
 @functools.cache
-def _cpu_names() -> tuple[str, str]:
-    """Return the name of this machine's processor, and its name in earlier versions.
+def _cpu_name() -> str:
+    """Return the name of this machine's processor.
 
     The number of cores available to this process is part of it, because it affects performance.
     """
     file = Path("/proc/cpuinfo")
     info = file.read_text(errors="replace").partition("\n\n")[0] if file.exists() else ""  # of the first core
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     model = _slug(_line_of(info, "model name"), "")
-    former = model or _slug(platform.processor() or platform.machine())
-    is_told = any(_MODEL_NUMBER.fullmatch(word) for word in model.split("_"))
-    name = former if is_told else "_".join([former, *_generation(info)])
-    return f"{name}_x{cores}", f"{former}_x{cores}"
+    words = [model or _slug(platform.processor() or platform.machine())]
+    # Virtual machines often hide the model (`Intel Xeon Processor`, `AMD EPYC`), and ARM processors have no model name:
+    # other numbers tell their generation.
+    if not any(_MODEL_NUMBER.fullmatch(word) for word in model.split("_")):
+        x86 = [_line_of(info, field) for field in ("cpu family", "model", "stepping")]
+        numbers = x86 if all(x86) else [_line_of(info, field) for field in ("CPU implementer", "CPU part")]
+        words += [number.removeprefix("0x").lower() for number in numbers if number]
+    return f"{'_'.join(words)}_x{len(cores())}"
 
 
-def _generation(info: str) -> list[str]:
-    """Return the numbers that tell a processor's generation; empty if unknown.
-
-    Virtual machines often hide the model (`Intel Xeon Processor`, `AMD EPYC`), and ARM processors have no model name.
-    """
-    x86 = [_line_of(info, field) for field in ("cpu family", "model", "stepping")]
-    numbers = x86 if all(x86) else [_line_of(info, field) for field in ("CPU implementer", "CPU part")]
-    return [number.removeprefix("0x").lower() for number in numbers if number]
+def cores() -> list[int]:
+    """Return the numbers of the processor cores that are available to this process."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
 
 
 # Two digits at least, as in 8488c, 9r14 or 7950x; unlike 2 and 20ghz in `Intel Xeon CPU @ 2.20GHz`.

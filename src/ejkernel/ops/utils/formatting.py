@@ -272,7 +272,10 @@ def array_text(dtype: object, shape: Sequence[object]) -> str:
 
 
 def cases(measured: Mapping[str, Any] | None) -> str:
-    """Return the cases that were tuned together for one configuration, with their times; empty without cases.
+    """Return a line with the time of each case of a shared configuration, and the mean; `""` without cases.
+
+    A case is one of the calls tuned together, or one draw of a call's inputs. The line is e.g.
+    `one for bf16[8,128]: 3.2 us; bf16[64,128]: 9.8 us; geometric mean 5.6 us`.
 
     Args:
         measured: The record of the search in an entry.

@@ -122,7 +122,7 @@ def label_positions(text: str) -> Iterator[tuple[str, int]]:
 
 
 def find_labels_in_lowered(lowered: object) -> list[str]:
-    """Return the distinct labels of a lowered program, in order of first appearance.
+    """Return the distinct labels of a lowered program, e.g. `ejkernel_ops#matmul@v0:0123456789abcdef`, in order.
 
     Args:
         lowered: The result of `jax.jit(f).lower(...)`, another object with `as_text()`, or a text.

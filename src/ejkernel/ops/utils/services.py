@@ -37,7 +37,10 @@ def provide(*, default_executor: Callable[[], Any], autotune_tier: Callable[[], 
 
 
 class Shown:
-    """An object that notebooks show as HTML if Jinja2 is installed, and as text otherwise."""
+    """A base class for objects that notebooks show as HTML if Jinja2 is installed, and as text otherwise.
+
+    `ejkernel.ops.notebook` has a function for each subclass that returns the parts of its HTML.
+    """
 
     __slots__ = ()
 

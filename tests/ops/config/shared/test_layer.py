@@ -114,6 +114,7 @@ def test_a_store_that_does_not_answer_is_waited_for_once(layer, store):
     with pytest.warns(CacheWarning, match="it has not answered for 0.01 s"):
         layer.refresh_if_due(0.01)
     layer.refresh_if_due(600)  # returns at once: the first call has waited
+    assert layer._running.daemon  # a program ends without an answer
     answers.set()
     layer._running.join()
     assert layer.find(entry(1).key) == [entry(1)]

@@ -45,6 +45,7 @@ def test_residuals_follow_the_results_and_a_rule_without_them_says_nothing_of_a_
     ("make", "says"),
     [
         (lambda: ShardingRule("m k", split="m"), "axes must look like"),
+        (lambda: ShardingRule("m -> m -> m", split="m"), "axes must look like"),
         (lambda: ShardingRule("m -> m", split="n"), "must name axes of 'm -> m', got 'n'"),
         (lambda: ShardingRule("m -> m", split="m", follows={"m": "h"}), "got 'h'"),
         (lambda: ShardingRule("m -> m", split="m", multiples={"h": 2}), "got 'h'"),

@@ -39,7 +39,7 @@ class KeysKernel(KeyBlockKernel):
     """
 
     def consume(self, block: KeyBlock) -> None:
-        """Run a consumer warpgroup."""
+        """See `KeyBlockKernel`."""
         problem, warpgroup = self.problem, lax.axis_index(WARPGROUP)
         plgpu.barrier_wait(block.memory.loaded)
 
@@ -180,7 +180,7 @@ class ProductsKernel(KeyBlockKernel):
     """
 
     def consume(self, block: KeyBlock) -> None:
-        """Run a consumer warpgroup."""
+        """See `KeyBlockKernel`. Warpgroup 0 computes dV and warpgroup 1 dK."""
         warpgroup = lax.axis_index(WARPGROUP)
 
         @pl.when(warpgroup == 0)

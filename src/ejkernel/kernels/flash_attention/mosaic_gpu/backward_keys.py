@@ -87,17 +87,17 @@ class GradientSums(NamedTuple):
 
 
 class KeyBlock(NamedTuple):
-    """The work of one block of threads.
+    """The work of one block of threads: the gradients of some consecutive keys.
 
     Attributes:
         arrays: References to the `BackwardInputs`.
-        sums: References to the sums.
+        sums: See `GradientSums`.
         outputs: References to dK and dV.
         memory: Shared memory.
         example: Index in the batch.
-        part: Number of the part, of the parts of all groups.
-        key: The first key.
-        blocks: The range of query tiles.
+        part: Index of the part of the query heads: each group of heads has `head_parts` of them.
+        key: Number of the first key.
+        blocks: The range of query tiles that see these keys.
         limit: See `masks.key_limit`.
     """
 
@@ -166,7 +166,7 @@ class KeyBlockKernel:
         return [jax.ShapeDtypeStruct(shape, self.problem.dtype) for shape in shapes]
 
     def consume(self, block: KeyBlock) -> None:
-        """Run a consumer warpgroup.
+        """Compute and store the gradients of a block of keys, in one consumer warpgroup.
 
         Consumers read their number from `lax.axis_index` wherever they need it. Held in a register through the mainloop
         it made a causal gradient at head_dim 128 spill 240 bytes.

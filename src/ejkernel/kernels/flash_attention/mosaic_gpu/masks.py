@@ -63,15 +63,15 @@ class BackwardInputs(NamedTuple):
 
 
 class ScoreTile(NamedTuple):
-    """The position of a tile of scores in the backward.
+    """The position of a tile of scores in the backward, for masks and bias.
 
     Attributes:
-        shape: Its sizes.
-        query_axis: The axis of the queries, 0 or 1.
+        shape: Rows and columns of the tile.
+        query_axis: The axis of the queries in `shape`, 0 or 1; the keys are on the other axis.
         example: Index in the batch.
         head: Query head.
-        query, key: Its first query and key.
-        limit: One past the example's last key; `None` if no block extends past that.
+        query, key: Number of the tile's first query and of its first key.
+        limit: See `key_limit`.
     """
 
     shape: tuple[int, int]

@@ -46,7 +46,10 @@ def schedule(plan: ForwardPlan) -> np.ndarray | None:
 
 
 def tile_work(plan: ForwardPlan) -> np.ndarray:
-    """Return how long each tile takes, under the window alone; comparable between the sizes in `_TIMES`."""
+    """Return the estimated time of each tile, `[plan.tiles]`, from its number of key blocks inside the window.
+
+    Key lengths and ids are ignored. The unit is arbitrary, the same for all sizes in `_TIMES`.
+    """
     rules, numbers = plan.rules, np.arange(plan.tiles)
     row_tile = plan.row_tiles - 1 - numbers % (plan.row_tiles * plan.bundle) // plan.bundle
     low = row_tile * plan.tile_rows + plan.keys - plan.queries

@@ -56,11 +56,12 @@ def backward_of_keys(
     """Return the gradients of key and value, and before them that of the query if `fused`.
 
     Args:
-        arrays: Query, key, value, the output's cotangent, log-sum-exp in powers of two and the product of output and
-            cotangent, the latter two `[batch, heads, 1, queries]`; padded.
-        ids: The ids of keys and queries, `[batch, 1, length]`.
+        arrays: Query, key, value and the output's cotangent, `[batch, heads, length, dim]`. Then `[batch, heads, 1,
+            queries]`: log-sum-exp in powers of two, and the row sums of output times cotangent, less the cotangent of
+            log-sum-exp if it has one. All are padded.
+        ids: The segment ids of keys and of queries, `[batch, 1, length]`; `None` without segments.
         rules: The rules.
-        sight: What keys see of queries.
+        sight: The queries that see each key.
         plan: The sizes.
         fused: Whether to compute the query's gradient.
         transpose: See `BackwardParams`.

@@ -40,7 +40,7 @@ def forward_plan(lengths: Lengths, rules: Rules, params: ForwardParams) -> tuple
 
 
 def backward_plan(lengths: Lengths, rules: Rules, params: BackwardParams) -> tuple[Sight, Plan]:
-    """Return what keys see of queries, and the sizes of the kernel that owns keys."""
+    """Return which queries each key sees, and the sizes of the kernel that owns keys."""
     sight = Sight(offset=lengths.queries - lengths.keys, before=rules.right, after=rules.left)
     sizes = (params.block_kv, params.chunk, params.unroll, params.block_kv, params.strip, params.resident)
     return sight, _plan(lengths.keys, lengths.queries, sight, sizes)

@@ -212,12 +212,12 @@ class Scores(NamedTuple):
 
 
 def scores_at_once(sight: Sight, plan: Plan, *, branches: bool) -> Scores:
-    """Return the scores of a kernel's basic blocks.
+    """Return how many scores each kind of basic block of a kernel computes; the estimate of its memory needs them.
 
     Args:
         sight: The static rules.
         plan: The sizes.
-        branches: Whether each tile is a basic block, because ids decide whether to compute it.
+        branches: Whether each tile is a basic block, because segment ids decide whether to compute it.
     """
     strips, chunk = _strips(sight, plan), plan.block * plan.chunk
     sizes = [0] if strips is None else [plan.strip * width for _, _, width in strips.tiles]

@@ -90,18 +90,21 @@ class WgradKernel:
 
     # Tile scheduler.
 
-    def _each_tile(self, body: Callable[[WgradTile, Any], Any]) -> Any:
-        """Call `body(tile, step)`, which returns the next step, for each tile of this block of threads."""
+    def _each_tile(self, body: Callable[[WgradTile, Any], Any], start: Any = 0) -> Any:
+        """Call `body(tile, carry)`, which returns the next carry, for each tile of this block of threads.
+
+        The carry begins with `start`: that of a producer, and of consumers here, is the number of the next step.
+        """
         plan, program = self.plan, lax.axis_index(PROGRAM)
         whole, rest = divmod(plan.tiles, plan.programs)
         backwards = plan.programs - 1 - program
 
-        def one(i: Any, step: Any) -> Any:
+        def one(i: Any, carry: Any) -> Any:
             dealt = jnp.where(lax.rem(i, 2) == 0, program, backwards) if plan.snake else program
-            return body(self._tile(i * plan.programs + dealt), step)
+            return body(self._tile(i * plan.programs + dealt), carry)
 
         last = backwards if plan.snake and whole % 2 else program
-        return lax.fori_loop(0, whole + (last < rest).astype(jnp.int32), one, jnp.int32(0))
+        return lax.fori_loop(0, whole + (last < rest).astype(jnp.int32), one, start)
 
     def _tile(self, number: Any) -> WgradTile:
         plan = self.plan

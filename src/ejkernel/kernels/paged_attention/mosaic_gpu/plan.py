@@ -129,7 +129,7 @@ class LaunchPlan:
 
     @property
     def parts(self) -> int:
-        """Arrays that hold the sum of weighted values: with 8 bits, one for even columns and one for odd ones."""
+        """Number of accumulators of the weighted values: 2 for a cache of 8 bits (even and odd columns), else 1."""
         return 2 if self.is_narrow else 1
 
     @property

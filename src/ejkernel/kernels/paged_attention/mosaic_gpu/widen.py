@@ -54,7 +54,7 @@ class WidenPlan(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """Blocks of threads of one sequence."""
+        """Number of blocks of threads that copy the pages of one sequence."""
         least, most = _PER_SEQUENCE
         return max(least, min(_PROGRAMS // self.call.table[0], most))
 

@@ -203,7 +203,7 @@ quantized_grouped_activation = QuantizedGroupedActivation()
 
 
 def check_gate(gate: Quantized, rhs: Any, rhs_scale: Any) -> None:
-    """Raise unless the gate has the shapes, dtypes and blocks of `rhs`."""
+    """Raise an `ArgumentError` unless the gate has the shapes, dtypes and blocks of `rhs`."""
     check_quantized("gate", gate)
     pairs = ((gate.values, rhs), (gate.scale, rhs_scale))
     if any((tuple(own.shape), own.dtype) != (tuple(other.shape), other.dtype) for own, other in pairs):

@@ -32,12 +32,12 @@ from .plan import CHUNK, ActivatedPlan
 
 
 def activated(plan: ActivatedPlan, arrays: Sequence[Any], *, interpret: Any = None) -> list[jax.Array]:
-    """Run the kernel; return the result `[rows, columns]`, and for 8 bits scales with an entry per block of columns.
+    """Return the result, `[plan.rows, plan.columns]`; if it has 8 bits, also a scale for each row's 128 columns.
 
     Args:
         plan: The launch.
-        arrays: Padded operands: rows, matrices and the gate's, sizes, scales of rows, and of either product's columns;
-            then factors of the result's rows, if the plan has them.
+        arrays: Padded operands in this order: rows, matrices, the gate's matrices if it has any, group sizes, scales of
+            rows, scales of the matrices' columns, those of the gate's; then factors of rows, if the plan has them.
         interpret: `InterpretGPUParams` to simulate it on a CPU.
     """
     kernel = (ActivatedBlocksKernel if plan.blocks else ActivatedKernel)(plan, backend_for(interpret))
@@ -172,7 +172,7 @@ class ActivatedKernel(QuantizedKernel):
 
 
 class ActivatedBlocksKernel(ActivatedKernel, BlocksKernel):
-    """The same for scales of 1x128 blocks of rows and 128x128 blocks of matrices."""
+    """`ActivatedKernel` for scales of 1x128 blocks of rows and 128x128 blocks of matrices."""
 
     plan: ActivatedPlan
 

@@ -7,7 +7,7 @@ ahead was much slower in a prototype. The products of a step are scaled as they 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,10 +24,11 @@ from ejkernel.kernels.grouped_matmul.mosaic_gpu.product import ProductTile
 from .kernel import QuantizedKernel
 from .plan import CHUNK, SQUARES, STEP, QuantizedPlan
 
-_PIECE = 64  # columns of a sum, all in one block: tiles begin at multiples of it
+PIECE = 64  # columns of a sum, all in one block: tiles begin at multiples of it
 _CHUNK_BITS = np.int32(CHUNK.bit_length() - 1)
 _FIRST = 128  # columns of the first of two accumulators
 _COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+_Scaled = tuple[list[Any], list[Any]]  # sums, and the factors of the step that follows
 
 
 class ScaledSums:
@@ -50,7 +51,9 @@ class ScaledSums:
         """Start the products of a stage for the columns of an accumulator, from `start` on."""
         raise NotImplementedError
 
-    def scaled_sums(self, steps: Any, step: Any, warpgroup: Any, column: Any) -> list[Any]:
+    def scaled_sums(
+        self, steps: Any, step: Any, warpgroup: Any, column: Any, meanwhile: Callable[[], None] | None = None
+    ) -> list[Any]:
         """Return the sums of a tile, in pieces of columns.
 
         Args:
@@ -58,8 +61,9 @@ class ScaledSums:
             step: The number of its first one.
             warpgroup: This consumer.
             column: The tile's first column.
+            meanwhile: Is called while the products of the first step run; the tile has a step then.
         """
-        shape, count = (self.plan.part_rows, _PIECE), self.plan.tile_columns // _PIECE
+        shape, count = (self.plan.part_rows, PIECE), self.plan.tile_columns // PIECE
         starts = [sum(self._widths[:number]) for number in range(len(self._widths))]
 
         def stage_of(index: Any) -> Any:
@@ -70,20 +74,21 @@ class ScaledSums:
             pl.when(within)(lambda: self.pipeline.consumer_wait(stage_of(index)))
             return self.backend.read_if(within, lambda: self._factors(step, index, warpgroup, column))
 
-        def one(i: Any, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+        def one(i: Any, carry: _Scaled, meanwhile: Callable[[], None] = lambda: None) -> _Scaled:
             (sums, own), stage = carry, stage_of(i)
             wide = [lax.broadcast_in_dim(each, shape, [0]) for each in own]
             # The factors of rows are those of all pieces if each column has its own.
             factors_of = wide * (count // len(wide))
 
-            def products(*accumulators: Any) -> tuple[list[Any], list[Any]]:
+            def products(*accumulators: Any) -> _Scaled:
                 for accumulator, start in zip(accumulators, starts, strict=True):
                     self._start_products(accumulator, stage, warpgroup, start)
+                meanwhile()
                 following: list[Any] = []
                 totals: list[Any] = []
                 for pending, accumulator in zip(reversed(range(len(starts))), accumulators, strict=True):
                     found = self.backend.read(accumulator, pending=pending)
-                    pieces = self._pieces_of(found, stage, len(totals) * _PIECE)
+                    pieces = self._pieces_of(found, stage, len(totals) * PIECE)
                     if not pending:
                         self.backend.order_reads()  # of scales, before the arrival
                         self.pipeline.consumer_release(stage)
@@ -94,20 +99,22 @@ class ScaledSums:
                 return totals, following
 
             accumulators = [plgpu.ACC((shape[0], width), jnp.float32) for width in self._widths]
-            found: tuple[list[Any], list[Any]] = pl.run_scoped(products, *accumulators)
+            found: _Scaled = pl.run_scoped(products, *accumulators)
             return found
 
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
         start = [zeros] * count, factors(jnp.int32(0))
-        return list(lax.fori_loop(0, steps, one, start)[0])
+        if meanwhile is None:
+            return list(lax.fori_loop(0, steps, one, start)[0])
+        return list(lax.fori_loop(1, steps, one, one(jnp.int32(0), start, meanwhile))[0])
 
     def _pieces_of(self, found: Any, stage: Any, start: int) -> list[Any]:
         """Return products in pieces, times the scales of their columns, from `start` on, if each column has one."""
-        places = range(0, found.shape[1], _PIECE)
-        pieces = [found[:, at : at + _PIECE] for at in places]
+        places = range(0, found.shape[1], PIECE)
+        pieces = [found[:, at : at + PIECE] for at in places]
         if not self.plan.thin:
             return pieces
-        own = [plgpu.load(self.memory.w_scale.at[stage, pl.ds(start + at, _PIECE)], layout=_COLUMNS) for at in places]
+        own = [plgpu.load(self.memory.w_scale.at[stage, pl.ds(start + at, PIECE)], layout=_COLUMNS) for at in places]
         return [piece * lax.broadcast_in_dim(each, piece.shape, [1]) for piece, each in zip(pieces, own, strict=True)]
 
     def _factors(self, step: Any, index: Any, warpgroup: Any, column: Any) -> list[Any]:
@@ -124,7 +131,7 @@ class ScaledSums:
     def _of_squares(self, step: Any, index: Any, column: Any) -> list[Any]:
         """Return the scale of each piece: that of its block of 128x128 numbers."""
         first = lax.rem(column, STEP)
-        squares = [lax.div(first + start, STEP) for start in range(0, self.plan.tile_columns, _PIECE)]
+        squares = [lax.div(first + start, STEP) for start in range(0, self.plan.tile_columns, PIECE)]
         return [self._of_square(step, index, square) for square in squares]
 
     def _of_square(self, step: Any, index: Any, square: Any) -> Any:

@@ -21,10 +21,9 @@ from ejkernel.kernels._hopper.backend import Backend, backend_for
 from ejkernel.kernels._hopper.device import Registers
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
-from ejkernel.kernels._hopper.products import multiply_stages
 from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS
 
-from .plan import STEP, FewRowsPlan
+from .plan import PROMOTED, STEP, FewRowsPlan
 
 # By the number of consumers. Their sum must fit in the launch's allocation, 96 for each thread of five warpgroups:
 # otherwise a consumer waits for ever.
@@ -150,14 +149,29 @@ class FewRowsKernel:
     def _multiply(self, accumulator: Any, stage: Any, warpgroup: Any) -> None:
         plgpu.wgmma(accumulator, self.memory.x.at[stage], self.memory.w.at[stage, warpgroup].transpose((1, 0)))
 
+    def _multiply_stages(self, accumulator: Any, start: Any, length: int, warpgroup: Any) -> None:
+        """Add the products of some steps, and release all their stages: the copies wait for these."""
+        stages = [self.pipeline.stage(start + i) for i in range(length)]
+        for stage in stages:
+            self.pipeline.consumer_wait(stage)
+            self._multiply(accumulator, stage, warpgroup)
+        plgpu.wgmma_wait(0)
+        for stage in stages:
+            self.pipeline.consumer_release(stage)
+
     def _summed(self, first: Any, warpgroup: Any) -> Any:
         """Return the products, summed in the tensor core."""
         plan = self.plan
+        chunks, rest = divmod(plan.steps, PROMOTED)
 
         def products(accumulator: Any) -> Any:
-            multiply_stages(
-                self.pipeline, first, plan.steps, lambda stage: self._multiply(accumulator, stage, warpgroup)
-            )
+            if rest:
+                self._multiply_stages(accumulator, first, rest, warpgroup)
+
+            @pl.loop(0, chunks)
+            def _chunk(i: Any) -> None:
+                self._multiply_stages(accumulator, first + rest + i * PROMOTED, PROMOTED, warpgroup)
+
             return accumulator[...]
 
         sums = jnp.int32 if plan.is_integer else jnp.float32
@@ -168,18 +182,11 @@ class FewRowsKernel:
         plan, shape = self.plan, (ROWS, self.plan.part_columns)
 
         def chunk(start: Any, length: int, total: Any) -> Any:
-            stages = [self.pipeline.stage(start + i) for i in range(length)]
-
             def products(accumulator: Any) -> Any:
-                for stage in stages:
-                    self.pipeline.consumer_wait(stage)
-                    self._multiply(accumulator, stage, warpgroup)
+                self._multiply_stages(accumulator, start, length, warpgroup)
                 return accumulator[...]
 
-            found = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32))
-            for stage in stages:
-                self.pipeline.consumer_release(stage)
-            return total + found
+            return total + pl.run_scoped(products, plgpu.ACC(shape, jnp.float32))
 
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
         chunks, rest = divmod(plan.steps, plan.promoted)
@@ -192,7 +199,7 @@ class FewRowsKernel:
 
 
 class WideRowsKernel(FewRowsKernel):
-    """The same for rows of 16 bits: consumers widen the matrix in registers, and compute the transposed result."""
+    """`FewRowsKernel` for rows of 16 bits: consumers widen the matrix in registers and compute the transpose."""
 
     def _computed(self, first: Any, columns: Any, warpgroup: Any) -> Any:
         plan, memory, shape = self.plan, self.memory, (ROWS, self.plan.tile_rows)

@@ -13,7 +13,6 @@ from ejkernel.kernels import _hopper as hopper
 from ejkernel.kernels._hopper.tile_shapes import padded
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.kernels.grouped_matmul.common import Groups, row_spans
-from ejkernel.kernels.grouped_matmul.mosaic_gpu.implementation import MANY_TILES
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.launch import table_of
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import WgradParams
 from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedWgradCall
@@ -71,9 +70,8 @@ class MosaicGpuGroupedWgrad(Implementation[QuantizedGroupedWgradCall]):
         block_n = max(size for size, covered in waste.items() if covered <= 1.1 * min(waste.values()))
         plan = quantized_wgrad_plan(call, WgradParams(block_n=block_n))
         out_slots = next(slots for slots in (2, 3, 1) if plan.pieces % slots == 0)
-        many = plan.tiles > MANY_TILES
         deepest = [
-            WgradParams(block_n=block_n, stages=stages, out_slots=out_slots, largest_first=many, snake=many)
+            WgradParams(block_n=block_n, stages=stages, out_slots=out_slots)
             for stages in range(_STAGES[block_n], 1, -1)
         ]
         return next(params for params in deepest if self.params_fault(call, params) is None)

@@ -176,7 +176,7 @@ class MosaicGpu(QuantizedProduct[QuantizedMatmulCall]):
 
 
 class MosaicGpuGrouped(QuantizedProduct[QuantizedGroupedMatmulCall]):
-    """The same product of groups of rows, each with its own matrix."""
+    """The Hopper kernel for `quantized_grouped_matmul`: groups of rows, each multiplied with a separate matrix."""
 
     features = frozenset({"row_scale", "first_group"})
     names = GROUPED_NAMES

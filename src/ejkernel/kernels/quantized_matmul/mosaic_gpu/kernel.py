@@ -27,13 +27,15 @@ from .plan import STEP, QuantizedPlan
 
 
 class QuantizedMemory(NamedTuple):
-    """`GroupedMemory`, with scales.
+    """Shared memory and barriers of one block of threads, as in `GroupedMemory`, and memory for scales in float32.
 
     Attributes:
-        lhs, rhs, out, pipeline: As there.
-        x_scale: Scales of blocks for each row of a tile, if rows have such.
-        w_scale: A scale for each column of a tile, or for each block of columns; slots for each product.
-        out_scale: The scales of a consumer's rows of the result, for rows that are stored one by one.
+        lhs, rhs, out, pipeline: See `GroupedMemory`.
+        x_scale: Scales of the left operand's rows, with `QuantizedPlan.row_scales` as shape, if each row has several
+            blocks along `k`; else `None`.
+        w_scale: Scales of the right operand's columns, or of blocks of columns; `QuantizedPlan.column_scales` as shape.
+        out_scale: Scales of the result's rows, per consumer warpgroup, for tiles in which a group ends; `None` or
+            empty if the result has no scales.
     """
 
     lhs: Any

@@ -45,11 +45,11 @@ class _Operands(NamedTuple):
 
 
 def product(call: QuantizedMatmulCall, arrays: Any, params: MosaicGpuParams, *, interpret: Any = None) -> jax.Array:
-    """Return the product.
+    """Return the product of the dequantised operands, `x @ w.T`: `[m, n]` in `call.out_dtype`.
 
     Args:
-        call: The call.
-        arrays: `x [m, k]`, `w [n, k]` and their scales; that of `x` is `None` if `x` has 16 bits.
+        call: The call, which the kernel supports; it gives the blocks of the scales.
+        arrays: `x [m, k]`, `w [n, k]`, the scales of `x` and those of `w`; those of `x` are `None` if it has 16 bits.
         params: Launch parameters that `params_fault` accepts.
         interpret: `InterpretGPUParams` to simulate the kernel on a CPU; `None` runs it on a GPU.
     """
@@ -76,12 +76,12 @@ def _few_rows(
 
     plan, (x, w, *x_scale, w_scale) = few_rows_plan(call, params), arrays
     with jax.enable_x64(False):  # the kernel counts in int32
-        room, columns = call.rows + ROWS, call.columns
+        columns = call.columns
         if plan.wide:
             x, of_rows = _fitting(x, plan.dtype)
-            of_rows = jnp.pad(of_rows, (0, room - call.rows))
+            of_rows = jnp.pad(of_rows, (0, ROWS - call.rows))
         else:
-            of_rows = _factors(x_scale[0], (call.rows,), call.x_block or (), room)
+            of_rows = _factors(x_scale[0], (call.rows,), call.x_block or (), ROWS)
         of_columns = _factors(w_scale, (columns,), call.w_block or (), plan.factors)
         x, w = (_padded(array, (_whole_tiles(len(array)), plan.inner)) for array in (x, w))
         return multiply(plan, x, w, of_rows, of_columns, interpret=interpret)[:, :columns]
@@ -111,11 +111,12 @@ def _fitting(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
 def grouped_product(
     call: QuantizedGroupedMatmulCall, arrays: Any, params: MosaicGpuParams, *, interpret: Any = None
 ) -> jax.Array:
-    """Return the product of each group's rows with its matrix.
+    """Return the dequantised rows of each group times the group's matrix transposed: `[m, n]` in `call.out_dtype`.
 
     Args:
-        call: The call.
-        arrays: `lhs [m, k]`, `rhs [groups, n, k]`, groups, both scales, and factors of rows if the call has them.
+        call: The call, which the kernel supports; it gives the blocks of the scales.
+        arrays: `lhs [m, k]`, `rhs [groups, n, k]`, the groups, the scales of `lhs` and of `rhs`, and a factor for each
+            row if the call has them.
         params, interpret: As for `product`.
     """
     blocks: Any = call.lhs_block, call.rhs_block
@@ -135,10 +136,12 @@ def grouped_product(
 def grouped_activation(
     call: QuantizedGroupedActivationCall, arrays: Any, params: MosaicGpuParams, *, interpret: Any = None
 ) -> list[jax.Array]:
-    """Return the activation: in 8 bits its numbers, and their scales.
+    """Return `[result]`, the activation of each group's product, `[m, n]`; if it has 8 bits, `[result, scales]`.
+
+    The scales are float32, one for 128 columns of a row.
 
     Args:
-        call: The call.
+        call: The call, which the kernel supports; it gives the blocks of the scales.
         arrays: `lhs [m, k]`, `rhs [groups, n, k]`, groups, both scales, the gate with its scales or `None`, and factors
             of rows if the call has them.
         params, interpret: As for `product`.

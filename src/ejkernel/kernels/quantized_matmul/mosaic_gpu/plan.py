@@ -23,7 +23,7 @@ from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 from ejkernel.ops.utils.messages.names import NamedFields
 
 STEP = 128  # of `k`, per step of the mainloop: one swizzle of bytes
-PROMOTED = 2  # steps whose float8 products are summed in the tensor core
+PROMOTED = 2  # steps whose float8 products are summed in the tensor core; with few rows, steps released together
 FEW_ROWS = 64  # the value of `block_m`, and the most rows, of the kernel for few rows
 ROW_TILE = 8  # rows of a tile of shared memory
 CHUNK = 4  # scales along `k` that a copy brings: 16 bytes
@@ -305,8 +305,8 @@ class FewRowsPlan:
 
     @property
     def factors(self) -> int:
-        """Factors of columns, with room behind them for tiles that end later."""
-        return self.columns + self.tile_columns
+        """Factors of columns, for whole tiles."""
+        return self.column_tiles * self.tile_columns
 
     @property
     def stage_bytes(self) -> int:

@@ -3,6 +3,9 @@
 
 Both operands lie along the rows of the groups, as Hopper's tensor cores read 8-bit numbers. A step is a block, which
 belongs to one group and is filled with zeros: no rows of other groups are read. Scales arrive with their operands.
+
+A tile is stored while the first products of the next one run. An empty group's tiles therefore have a step, too, whose
+products do not count.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from ejkernel.kernels._hopper.tile_shapes import WARPGROUPS
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.tiles import lhs_shape, pipeline_types, run_kernel
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.wgrad import WgradKernel, WgradTile
 
-from .blocks import ScaledSums
+from .blocks import PIECE, ScaledSums
 from .kernel import QuantizedMemory
 from .plan import CHUNK, SQUARES, STEP, QuantizedWgradPlan
 
@@ -63,8 +66,9 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
         super().run(others, results, memory)
 
     def _span(self, entry: Any) -> tuple[Any, Any, Any, Any]:
-        start, rows = self.table[entry, 1], self.table[entry, 2]
-        return start, jnp.int32(0), rows, lax.div(rows + (STEP - 1), STEP)
+        start = jnp.minimum(self.table[entry, 1], self.plan.rows - STEP)
+        rows = self.table[entry, 2]
+        return start, jnp.int32(0), rows, jnp.maximum(lax.div(rows + (STEP - 1), STEP), 1)
 
     def _copy_step(self, tile: WgradTile, index: Any, step: Any) -> Any:
         plan, memory = self.plan, self.memory
@@ -84,12 +88,27 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
             plgpu.copy_gmem_to_smem(source.at[block, columns], target.at[stage], full)
         return step + 1
 
-    def _compute_tile(self, tile: WgradTile, step: Any, warpgroup: Any) -> Any:
-        # An empty group has no steps; its result is stored as zeros.
-        self.first_square = lax.rem(lax.div(tile.column, STEP), CHUNK)
-        sums = self.scaled_sums(tile.steps, step, warpgroup, tile.column)
-        self._store(sums, tile, warpgroup)
-        return step + tile.steps
+    def _consume(self, warpgroup: Any) -> None:
+        plan = self.plan
+        shape, count = (plan.part_rows, PIECE), plan.tile_columns // PIECE
+
+        def zeros() -> list[Any]:
+            return [plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)] * count
+
+        def store(sums: Sequence[Any], tile: WgradTile) -> None:
+            pl.when(tile.steps > 0)(lambda: self._store(sums, tile, warpgroup))
+
+        def compute(tile: WgradTile, carry: Any) -> Any:
+            step, *before = carry
+            self.first_square = lax.rem(lax.div(tile.column, STEP), CHUNK)
+            sums = self.scaled_sums(tile.steps, step, warpgroup, tile.column, lambda: store(*before))
+            sums = lax.cond(tile.end > 0, lambda: sums, zeros)
+            return step + tile.steps, sums, tile
+
+        zero = jnp.int32(0)
+        _, *last = self._each_tile(compute, (zero, zeros(), WgradTile(*[zero] * len(WgradTile._fields))))
+        store(*last)
+        plgpu.wait_smem_to_gmem(0)
 
     def _of_square(self, step: Any, index: Any, square: Any) -> Any:
         return self.memory.w_scale[self.pipeline.stage(step + index), self.first_square + square]

@@ -15,7 +15,7 @@ from .groups import in_columns
 
 
 class Xla(Implementation[QuantizeCall]):
-    """The same numbers on every platform."""
+    """Quantisation in plain JAX, for every platform."""
 
     name = "xla"
     features = frozenset({"group_sizes"})

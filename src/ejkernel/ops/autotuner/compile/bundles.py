@@ -154,13 +154,15 @@ def compile_bundle(
         folder: The output folder; created if missing, and must be empty.
         candidates: Returns the candidates of a call beside its heuristic; the kernel's `config_space` by default.
         max_candidates: Number of candidates of a `ConfigSpace` to compile, chosen at random.
-        processes: Number of processes that compile; 0: threads of this process, which cannot report register spills.
+        processes: Number of processes that compile, where they can compile for the target; 0: threads of this process,
+            which cannot report register spills.
         executor: Compiles instead of this machine, e.g. on a cluster.
         progress: Called with the call, the number of finished candidates and the number of all candidates.
 
     Raises:
         ConfigError: The folder is not empty or not writable, or this machine cannot compile for the target.
     """
+    processes = processes if target.suits_processes else 0
     # Raise once here instead of for each candidate.
     target.check(loads_compiler=executor is None and not processes)
     try:

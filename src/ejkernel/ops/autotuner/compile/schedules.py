@@ -51,11 +51,11 @@ class _Instruction:
 
 
 def cycles_of(text: str, kernels: Mapping[str, int], bytes_per_cycle: float) -> float:
-    """Return the cycles of a compiled program.
+    """Return the estimated cycles of a program compiled for a TPU.
 
     Args:
-        text: The compiled program, scheduled.
-        kernels: Estimated cycles by the name of the instruction.
+        text: The compiled program as HLO text, its instructions in the order of execution.
+        kernels: The compiler's estimate of cycles for each kernel, by the name of its instruction.
         bytes_per_cycle: Bandwidth of the device's memory, for copies beside the kernels.
 
     Raises:

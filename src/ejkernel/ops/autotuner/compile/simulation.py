@@ -62,7 +62,7 @@ def _why_not(target: Target) -> str:
 
 
 def seconds_of(cycles: float, target: Target) -> float:
-    """Return the seconds of some cycles of a target."""
+    """Return the seconds that so many cycles take on a target; NaN if its clock rate is unknown."""
     return cycles / ((target.number_named("clock_rate_ghz") or math.nan) * 1e9)
 
 

@@ -7,7 +7,6 @@ import atexit
 import collections
 import dataclasses
 import math
-import os
 import queue
 import threading
 import time
@@ -19,6 +18,7 @@ import numpy as np
 
 from ejkernel.ops.autotuner.process.threads import raise_in
 from ejkernel.ops.errors import CandidateError
+from ejkernel.ops.utils.fingerprint import cores
 
 T = TypeVar("T")
 
@@ -212,4 +212,4 @@ atexit.register(_wait_at_exit)
 
 def default_width() -> int:
     """Return the default number of parallel compilations: the number of cores available to this process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(cores())

@@ -108,11 +108,14 @@ class ExecutorWorker(Supervisor):
 
 
 def tune_elsewhere(task: TuningTask) -> AutotuneData:
-    """Run a task on the executor of its policy, and again after each loss of a worker.
+    """Run a search on the executor of the task's policy, and return its record.
+
+    The executor is a `concurrent.futures.Executor`. After the loss of a worker, the search goes on in another worker.
+    If the executor accepts no more tasks, this process tunes the rest.
 
     Raises:
-        TuningError: No candidate could be measured, all workers refused the task, or too many workers were lost.
-        KeyboardInterrupt: Ctrl-C came before the first measurement, or twice.
+        TuningError: No candidate could be measured, or workers refused the task or were lost too often.
+        KeyboardInterrupt: Ctrl-C came before the first measurement, or twice; or the worker failed after Ctrl-C.
     """
     executor = task.policy.executor
     assert executor is not None  # checked by the caller

@@ -59,7 +59,7 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.config._files import version
 from ejkernel.ops.core.context import Scope, entered
 from ejkernel.ops.errors import TuningError, TuningWarning
-from ejkernel.ops.utils.fingerprint import device_called, device_fingerprint
+from ejkernel.ops.utils.fingerprint import cores, device_called, device_fingerprint
 from ejkernel.ops.utils.messages.warn import warn
 
 _LOOK = 0.5  # seconds between polls of the caller's instruction
@@ -267,8 +267,7 @@ class Device(NamedTuple):
 def devices_of(platform: str) -> list[Device]:
     """Return the devices of a platform visible to this process; for `cpu`, one device with all cores."""
     if platform == "cpu":
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-        return [Device("cpu", [f"core-{core}" for core in cores], {})]
+        return [Device("cpu", [f"core-{core}" for core in cores()], {})]
     if platform != "gpu":
         return [Device(platform, [platform], {})]
     return [Device(f"gpu-{name}", [f"gpu-{name}"], settings.gpu_named(name)) for name in settings.visible_gpus()]

@@ -45,7 +45,7 @@ class PairedComparison:
         judged_by: `clock`, or `processor` if other processes disturbed the clock; then all figures are processor time.
         doubt: Why it is not settled; empty if it is.
         interval: The 95 % interval of `speedup`; `None` with too few rounds.
-        takes_more: Whether the challenger takes notably more memory than the incumbent, which raises `least`.
+        more_bytes: Bytes that the challenger takes more than the incumbent, which raise `least`; 0 if not notably more.
     """
 
     wins: bool
@@ -60,7 +60,7 @@ class PairedComparison:
     judged_by: str = CLOCK
     doubt: str = ""
     interval: tuple[float, float] | None = None
-    takes_more: bool = False
+    more_bytes: int = 0
 
     @property
     def is_tie(self) -> bool:
@@ -82,7 +82,7 @@ class PairedComparison:
     @property
     def least(self) -> float:
         """The least speed-up that wins."""
-        return 1 / (1 - margin_of(self.judged_by, takes_more=self.takes_more))
+        return 1 / (1 - margin_of(self.judged_by, takes_more=self.more_bytes > 0))
 
 
 def margin_of(clock: str, *, takes_more: bool) -> float:
@@ -104,7 +104,7 @@ def compare(
     margin: float = MARGIN,
     confidence: float = CONFIDENCE,
     is_last: bool = False,
-    takes_more: bool = False,
+    more_bytes: int = 0,
 ) -> PairedComparison:
     """Compare samples of the same rounds; ties go to the incumbent.
 
@@ -121,19 +121,19 @@ def compare(
         margin: Share of the incumbent's time by which the challenger must be faster.
         confidence: The least confidence that settles the comparison.
         is_last: Whether these are the final samples.
-        takes_more: Whether the challenger takes notably more memory than the incumbent. A larger lead is then a tie,
+        more_bytes: Bytes that the challenger takes notably more than the incumbent. With any, a larger lead is a tie,
             and only rounds with a larger one count for the challenger.
     """
     pairs = list(zip(challenger, incumbent, strict=False))
     if not pairs:
-        return PairedComparison(wins=False, speedup=1.0, confidence=0.0, pairs=0, takes_more=takes_more)
-    tie = _MARGIN_OF_MEMORY if takes_more else MARGIN
+        return PairedComparison(wins=False, speedup=1.0, confidence=0.0, pairs=0, more_bytes=more_bytes)
+    tie = _MARGIN_OF_MEMORY if more_bytes else MARGIN
     margin, negligible = max(margin, tie), tie + _DOUBT
     shares = _shares(pairs)
     share, mine, theirs = map(statistics.median, (shares, *zip(*pairs, strict=True)))
     ahead = sum(one < other for one, other in pairs)
     sure = _chance_of_fewer(ahead, len(pairs))
-    clear = sum(one < other * (1 - margin) for one, other in pairs) if takes_more else ahead
+    clear = sum(one < other * (1 - margin) for one, other in pairs) if more_bytes else ahead
     surely = _chance_of_fewer(clear, len(pairs))
     wins = share < 1 - margin and mine < theirs and surely >= confidence
     by_medians = mine / theirs if theirs else 1.0
@@ -152,7 +152,7 @@ def compare(
         settled=settled,
         doubt="" if settled else _doubt(share, margin, surely, confidence, gain, mine < theirs),
         interval=_interval(shares),
-        takes_more=takes_more,
+        more_bytes=more_bytes,
     )
 
 
@@ -173,7 +173,7 @@ def judge(
     *,
     again: bool = False,
     is_last: bool = False,
-    takes_more: bool = False,
+    more_bytes: int = 0,
 ) -> PairedComparison:
     """Compare samples of the same rounds by clock time or, if other processes disturb the clock, by processor time.
 
@@ -186,7 +186,7 @@ def judge(
         challenger, incumbent: The samples; extra samples of the longer one are ignored.
         again: Whether these samples were compared before; then a higher confidence is required.
         is_last: Whether these are the final samples.
-        takes_more: As in `compare`.
+        more_bytes: As in `compare`.
     """
     pairs = list(zip(challenger, incumbent, strict=False))
     mine, theirs = ([pair[side] for pair in pairs] for side in (0, 1))
@@ -194,16 +194,16 @@ def judge(
     # On systems without processor times, a disturbed clock only prolongs the sampling.
     disturbed = is_disturbed((mine, theirs))
     sure = _SURE if again or disturbed or _is_unsteady(_shares(list(zip(*clock, strict=True)))) else CONFIDENCE
-    by_clock = compare(*clock, confidence=sure, is_last=is_last, takes_more=takes_more)
+    by_clock = compare(*clock, confidence=sure, is_last=is_last, more_bytes=more_bytes)
     if not disturbed:
         return by_clock
     busiest, total = (
         compare(
             *([getattr(sample.work, name) for sample in samples] for samples in (mine, theirs)),
-            margin=margin_of(PROCESSOR, takes_more=takes_more),
+            margin=margin_of(PROCESSOR, takes_more=more_bytes > 0),
             confidence=sure,
             is_last=is_last,
-            takes_more=takes_more,
+            more_bytes=more_bytes,
         )
         for name in ("busiest", "total")
     )
@@ -235,13 +235,13 @@ class PairedSampling(Sampling):
 
     Args:
         rounds: Rounds between two looks at the samples; the sampling ends after eight times as many.
-        takes_more: Whether the challenger takes notably more memory than the incumbent.
+        more_bytes: As in `compare`.
         may_go_on: Called before each round after the first `rounds`; false ends the sampling.
     """
 
-    def __init__(self, rounds: int, *, takes_more: bool = False, may_go_on: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, rounds: int, *, more_bytes: int = 0, may_go_on: Callable[[], bool] = lambda: True) -> None:
         super().__init__(2, plan=SamplingPlan.fixed(rounds), incumbents=(0, 1))
-        self._takes_more = takes_more
+        self._more_bytes = more_bytes
         self._may_go_on = may_go_on
 
     def next_round(self) -> list[int]:
@@ -260,10 +260,10 @@ class PairedSampling(Sampling):
         """The comparison of the samples so far."""
         incumbent, challenger = self.noted
         again = len(challenger) > self.plan.rounds
-        found = judge(challenger, incumbent, again=again, takes_more=self._takes_more)
+        found = judge(challenger, incumbent, again=again, more_bytes=self._more_bytes)
         if found.settled or not self._is_over():
             return found
-        return judge(challenger, incumbent, again=again, is_last=True, takes_more=self._takes_more)
+        return judge(challenger, incumbent, again=again, is_last=True, more_bytes=self._more_bytes)
 
     @property
     def judged(self) -> tuple[str, list[tuple[float, ...]]]:

@@ -116,7 +116,7 @@ _reports: list[Reports] = []  # one element if this process is a worker
 
 
 def reports() -> Reports | None:
-    """Return the reports to the parent; `None` if this process is not a worker."""
+    """Return the object through which this worker reports to its parent; `None` if this process is not a worker."""
     return _reports[0] if _reports else None
 
 

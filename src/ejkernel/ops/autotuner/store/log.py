@@ -23,8 +23,11 @@ from ejkernel.ops.autotuner.measure.sampling import Case
 from ejkernel.ops.autotuner.search.model import Record
 from ejkernel.ops.autotuner.trials.challenge import Challenge
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, Outcome, shortened, summary_of
+from ejkernel.ops.autotuner.trials.programs import are_same
 from ejkernel.ops.autotuner.trials.status import CameOut, Status
 from ejkernel.ops.config._files import UnusableError, restored_key
+from ejkernel.ops.config.entries import StoredEntry
+from ejkernel.ops.config.step_notes import StepNote
 from ejkernel.ops.core.declared_names import PLAIN, read_config, type_name
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
@@ -86,6 +89,21 @@ class StoredSearch(Findings):
         """Whether it saved its winner's configuration."""
         # Older logs have no `not_saved`; a search that ended early then saved a winner, but not the heuristic.
         return not (self.not_saved or (self.is_kept and not self.progress.state.is_finished))
+
+    def replaced_by(self, entry: StoredEntry) -> StoredSearch:
+        """Return the search as its entry shows it.
+
+        If another configuration is saved, it is in `stays`. But if the program's step dropped the winner in favour of
+        another candidate, this candidate counts as the winner.
+        """
+        if are_same(self.winner.config, entry.config):
+            return self
+        note = StepNote.stored_in(entry.measured)
+        if note is not None and note.why and are_same(self.winner.config, note.dropped):
+            places = [i for i, outcome in enumerate(self.outcomes) if are_same(outcome.config, entry.config)]
+            if places:
+                return dataclasses.replace(self, winner_index=places[0], why=note.in_words)
+        return dataclasses.replace(self, stays=entry.config)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -184,9 +202,9 @@ class _StoredChallenge:
             judged_by=self.judged_by,
             doubt=self.doubt,
             interval=self.interval,
-            takes_more=self.more_bytes > 0,
+            more_bytes=self.more_bytes,
         )
-        return Challenge(self.rival, comparison, is_confirmation=self.alone, more_bytes=self.more_bytes)
+        return Challenge(self.rival, comparison, is_confirmation=self.alone)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

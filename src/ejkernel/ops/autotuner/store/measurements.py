@@ -18,7 +18,6 @@ from ejkernel.ops.autotuner.search.model import Record
 from ejkernel.ops.autotuner.store.log import StoredSearch as StoredSearch
 from ejkernel.ops.autotuner.store.log import dump, lines_of, load, load_header
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
-from ejkernel.ops.autotuner.trials.programs import are_same
 from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState
 from ejkernel.ops.config._files import (
     ENTRY,
@@ -126,6 +125,9 @@ class MeasurementStore(Shown):
     def save(self, data: AutotuneData | object) -> None:
         """Store a search; results of custom tuners that are no `AutotuneData` are ignored.
 
+        A search too large to be read again is dropped with a `CacheWarning`. If the folder cannot be written, the
+        search stays in this object, with one `CacheWarning` per cache.
+
         Raises:
             SerializationError: A configuration has no JSON form.
         """
@@ -197,9 +199,7 @@ class MeasurementStore(Shown):
             if search.key not in saved:
                 saved[search.key] = self.cache.load(search.key)
             entry = saved[search.key]
-            if entry is not None and entry.config is not None and not are_same(search.winner.config, entry.config):
-                search = dataclasses.replace(search, stays=entry.config)
-            yield search, entry
+            yield search if entry is None or entry.config is None else search.replaced_by(entry), entry
 
     def by_call(self) -> dict[ConfigKey, CallHistory]:
         """Return all searches, by call."""
@@ -303,14 +303,12 @@ class MeasurementStore(Shown):
             seen.add(name)
             try:
                 raw = read()
-                if raw is None:
-                    continue
-                log = _log(name, raw, Path(place) if isinstance(place, str) else None)
+                log = None if raw is None else _log(name, raw, Path(place) if isinstance(place, str) else None)
             except UnusableError as error:
                 warn_of(f"{name} (in memory)" if place is None else str(place), error)
             else:
                 # Two operations may share a folder, because folder names drop some characters.
-                if op is None or log.key.op == op:
+                if log is not None and op in (None, log.key.op):
                     yield log
 
     def _places(self, op: str | None) -> Iterator[tuple[str, Any, Callable[[], bytes | None]]]:

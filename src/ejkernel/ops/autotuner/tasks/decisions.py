@@ -178,10 +178,9 @@ class Decider:
         """
         if not _are_measured(challenger, self._pool.heuristic) or not challenger.beside:
             return None
-        more = costly_bytes(challenger, self._pool.heuristic)
-        comparison = _at_first_look(challenger, takes_more=more > 0)
+        comparison = _at_first_look(challenger, costly_bytes(challenger, self._pool.heuristic))
         if comparison.wins or comparison.settled or self._pool.must_end():
-            return Challenge(challenger.config, comparison, more_bytes=more)
+            return Challenge(challenger.config, comparison)
         return self._confirmation_run(challenger)
 
     def _confirmed(self, challenger: Candidate) -> tuple[str, ...]:
@@ -210,15 +209,14 @@ class Decider:
         heuristic = self._pool.heuristic
         if not _are_measured(challenger, heuristic):
             return None
-        more = costly_bytes(challenger, heuristic)
-        may_go_on = self._budget.lasts(_CONFIRMATION_SECONDS)
-        paired = PairedSampling(self._rounds, takes_more=more > 0, may_go_on=may_go_on)
+        more, may_go_on = costly_bytes(challenger, heuristic), self._budget.lasts(_CONFIRMATION_SECONDS)
+        paired = PairedSampling(self._rounds, more_bytes=more, may_go_on=may_go_on)
         # The log stores these samples.
         stop = self._must_end_now()
         self._pool.timing.measure([heuristic, challenger], paired, heuristic=heuristic, stop=stop)
         if not _are_measured(challenger, heuristic):
             return None
-        return Challenge(challenger.config, paired.comparison, is_confirmation=True, more_bytes=more)
+        return Challenge(challenger.config, paired.comparison, is_confirmation=True)
 
     def _must_end_now(self) -> Callable[[], bool]:
         """Return a function that is true a moment after the end of the search was requested."""
@@ -284,15 +282,15 @@ def _margin(challenger: Candidate, winner: Candidate) -> float:
     return least_lead(challenger, winner, _clock(challenger))
 
 
-def _at_first_look(challenger: Candidate, *, takes_more: bool) -> PairedComparison:
+def _at_first_look(challenger: Candidate, more_bytes: int) -> PairedComparison:
     """Compare a candidate with the heuristic in the same rounds; it needs a lead in the median beyond a tie.
 
     A hopelessly slow challenger was dropped early. It has few samples, but its comparison is settled.
     """
     mine = challenger.measurement
     assert mine is not None  # callers check
-    sure = compare(mine.samples, challenger.beside, takes_more=takes_more)
-    wins = compare(mine.samples, challenger.beside, confidence=0.0, takes_more=takes_more).wins
+    sure = compare(mine.samples, challenger.beside, more_bytes=more_bytes)
+    wins = compare(mine.samples, challenger.beside, confidence=0.0, more_bytes=more_bytes).wins
     settled = sure.settled and sure.wins == wins
     comparison = dataclasses.replace(sure, wins=wins, settled=settled, judged_by=_clock(challenger))
     hopeless = not comparison.wins and comparison.speedup * _HOPELESS <= 1

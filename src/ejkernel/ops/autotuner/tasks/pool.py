@@ -213,7 +213,7 @@ class Pool:
     def prepare_again(self, candidates: Sequence[Candidate]) -> None:
         """Compile measured candidates without programs; only the best of them if the time is over."""
         missing = [candidate for candidate in candidates if candidate.compiled is None and candidate.measurement]
-        if missing and self.must_end():
+        if self.must_end():
             self.prepare(missing[:1], stop=self._budget.is_abandoned)
         else:
             self.prepare(missing)
@@ -277,9 +277,7 @@ class Pool:
         """Return a candidate's seconds at the pace of the heuristic's first rounds; `None` without a time."""
         if self._first_seconds is None:
             self._first_seconds = self.heuristic.seconds
-        if candidate.seconds is None or self._first_seconds is None:
-            return candidate.seconds
-        seconds = self.pace(candidate) * self._first_seconds
+        seconds = self.pace(candidate) * (self._first_seconds or 1.0)  # without the heuristic's time, paces are seconds
         return seconds if math.isfinite(seconds) else None
 
     def settle_statuses(self) -> None:

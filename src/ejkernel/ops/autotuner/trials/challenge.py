@@ -28,25 +28,23 @@ class Challenge:
         challenger: The challenger's configuration.
         comparison: The figures. `wins`: the challenger replaces the heuristic. `settled`: the evidence is sufficient.
         is_confirmation: Whether this was the confirmation run of the two, rather than a run with all candidates.
-        more_bytes: Bytes that the challenger takes more than the heuristic, by `costly_bytes`.
     """
 
     challenger: Any
     comparison: PairedComparison
     is_confirmation: bool = False
-    more_bytes: int = 0
 
     @property
     def is_lead_too_small(self) -> bool:
         """Whether the challenger is faster, but by too little for the memory that it takes."""
         figures = self.comparison
         is_ahead = figures.speedup * (1 - MARGIN) > 1 and figures.ahead > figures.behind
-        return self.more_bytes > 0 and figures.settled and not figures.wins and is_ahead
+        return figures.more_bytes > 0 and figures.settled and not figures.wins and is_ahead
 
     @property
     def lead_in_words(self) -> str:
         """That the lead of a challenger is too small for the memory that it takes, as a clause."""
-        figures, more = self.comparison, size(self.more_bytes)
+        figures, more = self.comparison, size(self.comparison.more_bytes)
         lead = f"only {figures.in_words} as fast as the heuristic and takes {more} more memory"
         return f"{compact(self.challenger)} is {lead}, for which it needs {figures.least:.2f}x"
 
@@ -75,21 +73,21 @@ class Challenge:
             "alone": self.is_confirmation,
             "doubt": figures.doubt,
             "interval": None if figures.interval is None else [round(end, 4) for end in figures.interval],
-            "more_bytes": self.more_bytes,
+            "more_bytes": figures.more_bytes,
         }
 
     @property
     def in_rounds(self) -> str:
         """The speed-up that decides, and the least one that wins."""
         figures = self.comparison
-        why = f", since it takes {size(self.more_bytes)} more memory" if self.more_bytes else ""
+        why = f", since it takes {size(figures.more_bytes)} more memory" if figures.more_bytes else ""
         return f"{figures.in_words} in the median round, which decides (threshold {figures.least:.2f}x{why})"
 
     @property
     def in_words(self) -> str:
         """The result: `it wins`, `heuristic kept` (perhaps with the reason) or `undecided`."""
         if self.is_lead_too_small:
-            return f"too little for {size(self.more_bytes)} more memory, so the heuristic is kept"
+            return f"too little for {size(self.comparison.more_bytes)} more memory, so the heuristic is kept"
         return "no difference, so the heuristic is kept" if self.comparison.is_tie else self.came_out.in_words
 
     def verdict(self, state: SearchState) -> str:

@@ -40,11 +40,14 @@ _DIGITS: Final = 16
 
 
 def agreed(inv: Invocation[Cfg, Out], ask: Callable[[], Resolution[Cfg]]) -> Resolution[Cfg]:
-    """Return the configuration for a call in a program that several processes run.
+    """Return the configuration of a call, the same in all processes that run the program.
+
+    The first process that lowers the call decides, and the others read its decision. A call with `cfg=` keeps that.
+    Without a coordination service, or if the call has no key, this is the result of `ask()`.
 
     Args:
-        inv: The call, with the `span` of its program.
-        ask: Returns the configuration that this process would choose; it must be able to run.
+        inv: The call; its `span` names the devices of the program.
+        ask: Returns the configuration that this process would choose. That configuration must be able to run.
 
     Raises:
         AgreementError: The overlays of this process and another differ; or the configuration cannot be sent or read;
@@ -206,10 +209,15 @@ def _overlay_digest(inv: Invocation[Any, Any]) -> str:
 
 
 def decoded(call: str, decision: Decision, inv: Invocation[Any, Any]) -> Any:
-    """Return the configuration of a decision. All processes decode it, including the one that decided.
+    """Return the configuration of a decision. All processes decode it, also the deciding process.
+
+    Args:
+        call: The name of the call in the store, for messages.
+        decision: The configuration as plain data, with its type and digest.
+        inv: The call.
 
     Raises:
-        AgreementError: This process cannot decode the configuration or get the same digest.
+        AgreementError: The configuration does not fit the kernel, or its digest differs from the decision's.
     """
     who, kernel = f"process {decision.process}", inv.kernel
     try:

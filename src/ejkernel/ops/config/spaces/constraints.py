@@ -96,10 +96,10 @@ class Constraint:
 
 
 def given_constraints(constraints: Any) -> list[Callable[..., Any]]:
-    """Return the `constraints=` argument of a space, one predicate or several, as a list.
+    """Return the `constraints=` argument of a space as a list; a single predicate becomes a list of one.
 
     Raises:
-        ArgumentError: It is not a predicate and not an iterable of predicates.
+        ArgumentError: It is neither a predicate nor an iterable of predicates; `None` is neither.
     """
     given = [constraints] if callable(constraints) else constraints
     check_argument(

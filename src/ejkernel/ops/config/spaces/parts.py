@@ -40,7 +40,7 @@ _CHANGED = 2_000_000
 
 
 class Part:
-    """Axes and the constraints between them.
+    """A part of a search space: axes and the constraints between them, independent of all other axes.
 
     Args:
         axes: The axes.
@@ -67,7 +67,7 @@ class Part:
 
     @property
     def exact(self) -> bool:
-        """Whether the number of points is known exactly."""
+        """Whether the number of points is known exactly; otherwise it is an estimate."""
         return self.free or self.points is not None
 
     def find_all(self, effort: Effort) -> None:
@@ -200,7 +200,7 @@ class Part:
             once = Effort(min(_ONCE * len(self.axes), effort.left))
             effort.left -= once.left
             yield from itertools.islice(self._search(self._order, once, rng), 1)
-            effort.left += max(once.left, 0)
+            effort.left += once.left
 
     def _changed(self, starts: Sequence[Point], rng: random.Random, count: int) -> Iterator[Point]:
         """Yield up to `count` valid points that differ on one or two axes from a start, or from another such point."""

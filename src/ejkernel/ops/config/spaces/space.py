@@ -130,10 +130,10 @@ class ConfigSpace(Generic[Cfg]):
 
     @property
     def size(self) -> int:
-        """The number of configurations, or an estimate if not `exact`.
+        """The number of configurations; an estimate from random samples if `exact` is false.
 
         Raises:
-            ConfigError: The space is empty, or no configuration was found.
+            ConfigError: No configuration satisfies the constraints, or random samples found none.
         """
         counts = [part.count for _, part in self._known]
         if not all(counts):

@@ -97,8 +97,8 @@ def local(node: Any, arrays: Sequence[HasType]) -> Any:
     """Return the node of one shard, with arguments of the types `arrays` and smaller batches."""
     if isinstance(node, Vmapped):
         axes = node.argument_axes(len(arrays))
-        sizes = [array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None]
-        size = sizes[0] if sizes else node.level.size
+        sizes = (array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None)
+        size = next(sizes, node.level.size)
         # one device has no mesh with an axis of this name
         level = dataclasses.replace(node.level, size=size, spmd_axis_name=None)
         of = local(node.of, list(map(unbatched, arrays, axes)))

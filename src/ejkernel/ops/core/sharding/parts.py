@@ -183,7 +183,7 @@ def _examples(arrays: Sequence[HasType], levels: Sequence[Sequence[_Axis]]) -> l
 
 
 def _check_handed_on(op_id: str, arrays: Sequence[HasType], origins: Sequence[compat.Origin]) -> None:
-    """Raise unless every differentiable array is passed through exactly once, unchanged and in order."""
+    """Raise a `KernelError` unless every differentiable array is passed through once, unchanged and in order."""
     inexact = [index for index, array in enumerate(arrays) if is_inexact(array)]
     if [origin.argument for origin in origins if origin.argument in inexact] != inexact:
         raise KernelError(

@@ -29,9 +29,10 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def nearest(name: object, names: Iterable[str], least: float = 0.6) -> str | None:
-    """Return the known name closest to a misspelt name, or the shortest that it abbreviates.
+    """Return the known name that is most similar to a misspelt name, or else the shortest that starts with it.
 
-    `None` if none has a similarity of `least`, or begins with three or more letters of the name.
+    E.g. `xla` for `xal`, `mosaic_gpu` for `mos`. `None` if no similarity reaches `least` (0 to 1) and no known name
+    starts with `name`, or `name` has fewer than three letters. Case does not matter.
     """
     if not isinstance(name, str):
         return None

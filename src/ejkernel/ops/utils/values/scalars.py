@@ -10,6 +10,7 @@ import math
 import sys
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, Final
 
 import jax
@@ -82,27 +83,6 @@ def given_text(value: Any) -> str:
     return f"a traced value, {shown}, whose value is unknown at compile time; {HOW_TO_KNOW}"
 
 
-def parameters_taking(function: Any, annotated: Any, *, by_position: bool = False) -> dict[str, Takes]:
-    """Return the kind of values that each parameter of a function takes.
-
-    A parameter takes numbers if its annotation names only Python scalars, e.g. `float | None` or `tuple[int, int]`.
-    A parameter without an annotation takes numbers by keyword if its default is a Python number, and by position if
-    its default is a boolean: `kernel(x, np.float32(2))` is a call with two operands. A keyword-only parameter without
-    an annotation or such a default takes static values. All other parameters take arrays.
-
-    Args:
-        function: The function, or its signature.
-        annotated: The function with the annotations.
-        by_position: Whether positional parameters are passed by position.
-    """
-    signature = function if isinstance(function, inspect.Signature) else inspect.signature(function)
-    annotations = resolved_annotations(annotated)
-    return {
-        name: _takes(parameter, annotations.get(name, Any), by_position=by_position)
-        for name, parameter in signature.parameters.items()
-    }
-
-
 def resolved_annotations(thing: object) -> dict[str, Any]:
     """Return the annotations of a function or class that can be resolved."""
     if not callable(thing):
@@ -123,7 +103,20 @@ def resolved_annotations(thing: object) -> dict[str, Any]:
     return found
 
 
-def _takes(parameter: inspect.Parameter, annotation: Any, *, by_position: bool) -> Takes:
+def takes_of(parameter: inspect.Parameter, annotations: Mapping[str, Any], *, by_position: bool = False) -> Takes:
+    """Return the kind of values that a parameter takes.
+
+    A parameter takes numbers if its annotation names only Python scalars, e.g. `float | None` or `tuple[int, int]`.
+    A parameter without an annotation takes numbers by keyword if its default is a Python number, and by position if
+    its default is a boolean: `kernel(x, np.float32(2))` is a call with two operands. A keyword-only parameter without
+    an annotation or such a default takes static values. All other parameters take arrays.
+
+    Args:
+        parameter: The parameter.
+        annotations: The annotations of its function, from `resolved_annotations`.
+        by_position: Whether a positional parameter is passed by position.
+    """
+    annotation = annotations.get(parameter.name, Any)
     if annotation is not Any and annotation is not object:
         return Takes.NUMBERS if _names_numbers(annotation) else Takes.ARRAYS
     keyword_only = parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD)

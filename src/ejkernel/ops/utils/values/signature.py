@@ -93,7 +93,9 @@ def describe(value: object) -> Any:
         UnstableKeyError: `value` contains a value without a stable name; the message says what to pass instead.
     """
     if is_array(value):
-        return _describe_array(value)
+        aval = abstract(value)
+        shape = [dim if isinstance(dim, int) else str(dim) for dim in aval.shape]  # a symbolic dimension has a name
+        return {"array": [str(aval.dtype), shape]} | ({"weak": True} if aval.weak_type else {})
     if value is None or type(value) is bool:
         return value
     if type(value) is str:
@@ -107,33 +109,31 @@ def describe(value: object) -> Any:
 
 
 def key_of(description: dict[str, Any]) -> str:
-    """Return the key of a described call."""
-    content = {name: value for name, value in _without_defaults(description).items() if name not in _NOT_IN_KEY}
+    """Return the key of a described call, in which arguments marked as defaults do not count."""
+    content = {name: value for name, value in description.items() if name not in _NOT_IN_KEY}
+    args, kwargs, spelled_out = (description.get(name) for name in ("args", "kwargs", "defaults"))
+    # A file may hold anything.
+    if isinstance(args, list) and isinstance(kwargs, dict) and isinstance(spelled_out, dict):
+        count, names = spelled_out.get("args"), spelled_out.get("kwargs")
+        if type(count) is int and 0 <= count <= len(args) and isinstance(names, list):
+            content["args"] = args[: len(args) - count]
+            content["kwargs"] = {name: value for name, value in kwargs.items() if name not in names}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
 
 
-def _without_defaults(description: dict[str, Any]) -> dict[str, Any]:
-    """Return a description without arguments marked as defaults, so that passing a default does not change the key."""
-    args, kwargs, spelled_out = (description.get(name) for name in ("args", "kwargs", "defaults"))
-    if not (isinstance(args, list) and isinstance(kwargs, dict) and isinstance(spelled_out, dict)):
-        return description
-    count, names = spelled_out.get("args"), spelled_out.get("kwargs")
-    if type(count) is not int or not 0 <= count <= len(args) or not isinstance(names, list):
-        return description
-    rest = {name: value for name, value in kwargs.items() if name not in names}
-    return description | {"args": args[: len(args) - count], "kwargs": rest}
-
-
-def describe_static(value: object) -> Any:
+def describe_static(value: Any) -> Any:
     """Return the description of a static value, which must not contain arrays.
 
     Raises:
         UnstableKeyError: See `describe`; also if the value contains an array.
     """
-    plain = _describe_plain(value)
-    if plain is not None or value is None:
-        return plain
+    if isinstance(value, enum.Enum):  # before the plain types: a member of a `StrEnum` is also a str
+        is_member = value.name in type(value).__members__  # a union of flags, or none of them, has no name of its own
+        return {"enum": _type_name(type(value))} | ({"name": value.name} if is_member else {"value": value.value})
+    kind: Any = type(value)
+    if kind in _EXACT:
+        return _EXACT[kind](value)
     if is_array(value) or wraps_array(value):
         raise UnstableKeyError(
             f"{value_text(value)} is an array inside a static argument, but keys do not contain array values; pass the "
@@ -141,23 +141,6 @@ def describe_static(value: object) -> Any:
         )
     items = _describe_container(value, describe_static)
     return _describe_object(value) if items is None else items
-
-
-def _describe_plain(value: Any) -> Any:
-    if isinstance(value, enum.Enum):  # before the plain types: a member of a `StrEnum` is also a str
-        is_member = value.name in type(value).__members__  # a union of flags, or none of them, has no name of its own
-        return {"enum": _type_name(type(value))} | ({"name": value.name} if is_member else {"value": value.value})
-    kind = type(value)
-    if kind in _EXACT:
-        return _EXACT[kind](value)
-    return {"dtype": str(np.dtype(value))} if _is_dtype(value) else None
-
-
-def _describe_array(value: object) -> dict[str, Any]:
-    aval = abstract(value)
-    shape = [dim if isinstance(dim, int) else str(dim) for dim in aval.shape]  # a symbolic dimension has a name
-    described: dict[str, Any] = {"array": [str(aval.dtype), shape]}
-    return described | {"weak": True} if aval.weak_type else described
 
 
 def _describe_container(value: Any, describe: Callable[[Any], Any]) -> Any:
@@ -178,7 +161,9 @@ def _describe_container(value: Any, describe: Callable[[Any], Any]) -> Any:
     return None
 
 
-def _describe_object(value: object) -> Any:
+def _describe_object(value: Any) -> Any:
+    if _is_dtype(value):
+        return {"dtype": str(np.dtype(value))}
     if type(value) is slice:
         return {"slice": [describe_static(part) for part in (value.start, value.stop, value.step)]}
     if type(value) is functools.partial and not vars(value):

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a program's step without and with new configurations of its calls, and finds those that do not slow it.
+
+A configuration that wins by itself may slow the step: with a little more temporary memory, the C library may return the
+memory of each step to the system and map it anew in the next one. No measurement of a single call shows this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import jax
+
+from ejkernel.cli.builds import Build, Loaded, build, of_mapping, say
+from ejkernel.cli.explain import usual_chain
+from ejkernel.cli.programs import Program, look_here
+from ejkernel.cli.rounds import FEWEST, WARM_UP, Comparison, compared, is_slower, run_rounds
+from ejkernel.cli.show import opened
+from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import EjkernelError
+from ejkernel.ops.utils.formatting import durations, ratio
+
+_ROUNDS: Final = 100  # of a comparison, at most
+_RACE: Final = 10.0  # seconds of a comparison, at most, unless `FEWEST` rounds take longer
+_DOUBT: Final = 0.98  # of the speed: once a step was slower, a configuration must not seem to slow it by more
+_BEFORE, _AFTER, _KEPT, _NEXT = "before", "after", "kept", "next"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Winner:
+    """A call with a new configuration.
+
+    Attributes:
+        key: The call.
+        name: The call in words.
+        before: The configuration before, e.g. the heuristic's.
+        after: The new one.
+        alone: The speed-up of the call by itself.
+        gain: Seconds of a step that this saves.
+    """
+
+    key: ConfigKey
+    name: str
+    before: Any
+    after: Any
+    alone: float | None
+    gain: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A step to compare.
+
+    Attributes:
+        program: The program.
+        cache: The cache folder with the configurations of the other calls.
+        winners: The calls with new configurations.
+        seconds: The time for the comparison; compiling and the fewest rounds may take longer.
+        insists: Whether the step runs even if it has side effects or takes long.
+    """
+
+    program: Program
+    cache: Path | None
+    winners: Sequence[Winner]
+    seconds: float
+    insists: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The comparison of a step.
+
+    Attributes:
+        before, after: Seconds of the step without and with the new configurations that are kept.
+        over: Their ratio, with its interval; 1 if none is kept.
+        rounds: The rounds of this comparison.
+        dropped: Why configurations are not kept, by call.
+        mapping: How much memory the steps map anew, if configurations were dropped; see `of_mapping`.
+        skipped: Why the step was not compared; empty if it was.
+    """
+
+    before: float = 0.0
+    after: float = 0.0
+    over: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    rounds: int = 0
+    dropped: Mapping[ConfigKey, str] = dataclasses.field(default_factory=dict)
+    mapping: str = ""
+    skipped: str = ""
+
+
+Make = Callable[[str, Mapping[ConfigKey, Any]], Build]
+_FAILS = (click.ClickException, EjkernelError)
+
+
+def compare_step(question: Question) -> Answer:
+    """Run the program's step without and with the new configurations, and drop those that slow it."""
+    end = time.monotonic() + question.seconds
+    look_here()
+    with contextlib.redirect_stdout(sys.stderr):  # keep the program's prints out of the result
+        loaded = Loaded.of(question.program)
+        if jax.process_count() > 1:
+            return Answer(skipped="it runs in several processes")
+        # After the program's import, which may set the default executor.
+        usual = usual_chain(None if question.cache is None else opened(question.cache, may_be_new=True))
+        if not isinstance(usual, ConfigSelectorChain):
+            return Answer(skipped=f"it replaces the configuration chooser by {type(usual).__name__}")
+
+        def make(name: str, configs: Mapping[ConfigKey, Any]) -> Build:
+            return build(name, loaded, usual, configs=configs, pure=not question.insists)
+
+        say("comparing the step without and with the new configurations")
+        try:
+            before = make(_BEFORE, {winner.key: winner.before for winner in question.winners})
+        except _FAILS as error:
+            return Answer(skipped=_first_line(error))
+        least = before.compile_seconds + 2 * (WARM_UP + FEWEST) * before.first
+        if least > end - time.monotonic() and not question.insists:
+            return Answer(skipped=f"that takes about {least:.0f} s more, which is long beside the searches")
+        return choose(question.winners, before, make, lambda: max(end - time.monotonic(), 0.0))
+
+
+def choose(winners: Sequence[Winner], before: Build, make: Make, left: Callable[[], float]) -> Answer:
+    """Return the comparison with all winners or, if they slow the step, with those that do not.
+
+    They are then added one at a time, those that save the most first, and the next only if the step gets no slower.
+
+    Args:
+        winners: The calls with new configurations.
+        before: The step without them.
+        make: Builds the step with given configurations.
+        left: Returns the seconds left.
+    """
+    configs = {winner.key: winner.before for winner in winners}
+    builds = [before]
+    try:
+        builds.append(make(_AFTER, configs | {winner.key: winner.after for winner in winners}))
+    except _FAILS as error:
+        search = _Search(before, configs, f"does not run: {_first_line(error)}")
+    else:
+        found = _race(builds, left())
+        if not is_slower(found.over[_BEFORE]):
+            return _answer_of(found)
+        search = _Search(before, configs, _slowed(found, _AFTER))
+    if len(winners) == 1:
+        search.drop(winners[0], f"with it {search.together}")
+    else:
+        say(f"with all of them the step {search.together}; adding them one at a time")
+        for winner in sorted(winners, key=lambda winner: -winner.gain):
+            search.add(winner, make, left)
+    return dataclasses.replace(search.answer, dropped=search.dropped, mapping=of_mapping(builds))
+
+
+def _answer_of(found: Comparison) -> Answer:
+    """Return the comparison of `before` with the reference."""
+    over, before = found.over[_BEFORE], found.seconds[_BEFORE]
+    return Answer(before=before, after=before / over["median"], over=over, rounds=found.rounds)
+
+
+class _Search:
+    """The search for the winners that do not slow the step.
+
+    Attributes:
+        before: The step without winners.
+        configs: The configurations kept so far.
+        together: What the step with all winners does.
+        best: The step with the winners kept so far.
+        answer: Its comparison.
+        dropped: Why the other winners were dropped.
+    """
+
+    def __init__(self, before: Build, configs: dict[ConfigKey, Any], together: str) -> None:
+        self.before, self.configs, self.together = before, configs, together
+        self.best = before
+        seconds = statistics.median(before.samples[WARM_UP:] or [before.first])
+        self.answer = Answer(before=seconds, after=seconds, over={"median": 1.0, "low": 1.0, "high": 1.0})
+        self.dropped: dict[ConfigKey, str] = {}
+
+    def add(self, winner: Winner, make: Make, left: Callable[[], float]) -> None:
+        """Keep a winner if the step gets no slower."""
+        if left() <= 0:
+            self.drop(winner, f"with all new configurations {self.together}; no time was left to try this one alone")
+            return
+        configs = self.configs | {winner.key: winner.after}
+        try:
+            build = make(_NEXT, configs)
+        except _FAILS as error:
+            self.drop(winner, f"with it does not run: {_first_line(error)}")
+            return
+        others = [self.before] if self.best is self.before else [self.before, self.best]
+        found = _race([*others, build], left())
+        over = [found.over[other.name] for other in others]
+        if any(is_slower(one) or one["median"] < _DOUBT for one in over):
+            self.drop(winner, f"with it {_slowed(found, _NEXT)}")
+            return
+        build.name = _KEPT
+        self.best, self.configs, self.answer = build, configs, _answer_of(found)
+
+    def drop(self, winner: Winner, why: str) -> None:
+        """Drop a winner."""
+        alone = "" if winner.alone is None else f"{ratio(winner.alone)} by itself, but "
+        self.dropped[winner.key] = f"{alone}the step {why}"
+
+
+def _race(builds: Sequence[Build], seconds: float) -> Comparison:
+    """Run the builds in interleaved rounds; the last is the reference."""
+    for each in builds:
+        each.forget()
+    deadline = time.monotonic() + min(seconds / 2, _RACE)
+    run_rounds([each.step for each in builds], _ROUNDS, deadline=deadline, say=say)
+    return compared({each.name: each.samples for each in builds}, builds[-1].name)
+
+
+def _slowed(found: Comparison, name: str) -> str:
+    before, after = durations([found.seconds[_BEFORE], found.seconds[name]])
+    return f"takes {after} instead of {before}"
+
+
+def _first_line(error: Exception) -> str:
+    text = error.message if isinstance(error, click.ClickException) else str(error)
+    return next(iter(text.splitlines()), type(error).__name__)

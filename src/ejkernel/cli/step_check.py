@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last part of `ejkernel tune`: it compares the program's step without and with the new configurations.
+
+Those that slow the step are replaced by what was in force before. The searches have saved all of them already: Ctrl-C
+loses nothing, and the next run compares the step if this one did not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from ejkernel.cli.files import Found
+from ejkernel.cli.programs import Program
+from ejkernel.cli.saved import SavedCalls
+from ejkernel.cli.step import Answer, Question, Winner, compare_step
+from ejkernel.ops.autotuner.trials.candidates import heuristic_of, is_in
+from ejkernel.ops.autotuner.trials.result import AutotuningResult
+from ejkernel.ops.autotuner.trials.status import SearchProgress, is_kept_in
+from ejkernel.ops.config.cache import same_config
+from ejkernel.ops.config.entries import StoredEntry
+from ejkernel.ops.config.step_notes import StepNote
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import candidates_of, kernel_of
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import EjkernelError
+from ejkernel.ops.utils.error_text import printable
+from ejkernel.ops.utils.formatting import arguments
+from ejkernel.ops.utils.storage.serialize import to_data
+
+SHARE: Final = 0.2  # of the time for all calls
+_OF_SEARCHES: Final = 0.25  # of the time of the searches
+_LEAST: Final = 60.0  # seconds, or half of them beyond a time for all calls
+_STUCK: Final = 600.0  # seconds, and ten times those allowed, after which the worker is ended
+
+Entries = Mapping[ConfigKey, tuple[Any, StoredEntry]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """The result of the comparison.
+
+    Attributes:
+        target: The program, as typed.
+        answer: The comparison.
+        winners: The calls with new configurations.
+        time: When it was made.
+        advice: How to compare a step that was not compared.
+    """
+
+    target: str
+    answer: Answer
+    winners: tuple[Winner, ...]
+    time: datetime.datetime
+    advice: str = ""
+
+    def note(self, winner: Winner) -> StepNote:
+        """Return the note for the entry of a call."""
+        answer, why = self.answer, self.answer.dropped.get(winner.key, "")
+        return StepNote(
+            target=self.target,
+            before_us=round(answer.before * 1e6, 3),
+            after_us=round(answer.after * 1e6, 3),
+            speedup=round(answer.over["median"], 4),
+            low=round(answer.over["low"], 4),
+            high=round(answer.over["high"], 4),
+            rounds=answer.rounds,
+            time=self.time.isoformat(timespec="seconds"),
+            dropped=to_data(winner.after) if why else None,
+            why=f"{why} ({self.target})" if why else "",
+        )
+
+    def lines(self) -> list[str]:
+        """Return the lines for the end of the command."""
+        if self.answer.skipped:
+            return [printable(f"step not compared: {self.answer.skipped}. {self.advice}")]
+        dropped = [winner for winner in self.winners if winner.key in self.answer.dropped]
+        said = [f"{winner.name}: not kept: {self.answer.dropped[winner.key]}" for winner in dropped]
+        said += [self.answer.mapping] if self.answer.mapping else []
+        times = self.note(self.winners[0]).times
+        low, high = self.answer.over["low"], self.answer.over["high"]
+        doubt = "; too noisy to tell the difference" if low < 1 < high and high > 1.1 * low else ""
+        none = "; no new configuration is kept" if len(dropped) == len(self.winners) else ""
+        return [printable(line) for line in (*said, f"step: {times}{doubt}{none}")]
+
+    def data(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        if self.answer.skipped:
+            return {"target": self.target, "skipped": self.answer.skipped}
+        note = dataclasses.asdict(self.note(self.winners[0]))
+        dropped = [
+            {"op": winner.key.op, "key": winner.key.call, "config": to_data(winner.after), "why": why}
+            for winner in self.winners
+            if (why := self.answer.dropped.get(winner.key))
+        ]
+        return note | {"dropped": dropped, "why": self.answer.mapping, "skipped": None}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepCheck:
+    """The comparison of the step after the searches of a program's calls.
+
+    Attributes:
+        program: The program.
+        found: Its calls.
+        saved: Their entries.
+        cache: The cache folder, as typed.
+        insists: Whether the user asked for the comparison.
+        why_not: Why the step does not run; empty if it does.
+        in_process: Whether to run the step in this process.
+        earlier: The configurations before the searches.
+    """
+
+    program: Program
+    found: Found
+    saved: SavedCalls
+    cache: Path | None
+    insists: bool
+    why_not: str
+    in_process: bool
+    earlier: Entries
+
+    def run(self, seconds: float, allowed: float | None) -> Checked | None:
+        """Compare the step and drop the configurations that slow it; `None` without a new configuration.
+
+        Args:
+            seconds: Duration of the searches.
+            allowed: Seconds for the comparison; by default a share of `seconds`.
+        """
+        winners = tuple(self._winners())
+        if not winners:
+            return None
+        question = Question(
+            program=self.program,
+            cache=self.cache,
+            winners=winners,
+            seconds=max(seconds * _OF_SEARCHES, _LEAST) if allowed is None else max(allowed, _LEAST / 2),
+            insists=self.insists,
+        )
+        answer = Answer(skipped=self.why_not) if self.why_not else self._ask(question)
+        checked = Checked(
+            target=self.program.target,
+            answer=answer,
+            winners=winners,
+            time=datetime.datetime.now(datetime.UTC),
+            advice=self._advice,
+        )
+        if not answer.skipped:
+            for inv in self.found.calls:
+                for winner in winners:
+                    if winner.key == inv.key:
+                        self._settle(inv, winner, checked.note(winner))
+        return checked
+
+    @property
+    def _advice(self) -> str:
+        stays = "Each new configuration won by itself and stays saved"
+        also = "" if self.insists else " or --check-step"
+        return f"{stays}; `ejkernel bench {self.program.target}`{also} compares the step."
+
+    def _ask(self, question: Question) -> Answer:
+        try:
+            if self.in_process:
+                return compare_step(question)
+            return _asked_elsewhere(question)
+        except (click.ClickException, EjkernelError) as error:
+            text = error.message if isinstance(error, click.ClickException) else str(error)
+            return Answer(skipped=next(iter(text.splitlines()), type(error).__name__))
+
+    def _winners(self) -> Iterable[Winner]:
+        """Yield the calls with a configuration that won a search and whose step was not compared."""
+        for inv in self.found.calls:
+            config, entry = self.saved.in_force(inv) or (None, None)
+            if entry is None or not self.saved.is_own(entry) or SearchProgress.stored_in(entry.measured) is None:
+                continue
+            before = self._before(inv, entry)
+            if is_kept_in(entry.measured) or StepNote.stored_in(entry.measured) or before is None:
+                continue
+            if not same_config(before, config):
+                seconds = _heuristic_seconds(entry)
+                saves = 0.0 if not entry.speedup else seconds * (1 - 1 / entry.speedup)
+                yield Winner(
+                    key=inv.key,
+                    name=f"{inv.op_id_v} {arguments(inv.description)}",
+                    before=before,
+                    after=config,
+                    alone=entry.speedup,
+                    gain=saves * self.found.times.get(inv.key, 1),
+                )
+
+    def _before(self, inv: Invocation[Any, Any], now: StoredEntry) -> Any:
+        """Return the configuration in force before the search: the one saved then, else the heuristic's."""
+        kernel = kernel_of(inv)
+        config, entry = self.earlier.get(inv.key, (None, None))
+        if (
+            entry is not None
+            and entry.config != now.config
+            and is_in(candidates_of(kernel, inv.representative), config)
+        ):
+            return config
+        return next(iter(heuristic_of(inv.representative, kernel)), None)
+
+    def _settle(self, inv: Invocation[Any, Any], winner: Winner, note: StepNote) -> None:
+        """Store the result in the entry of a call, unless another process has replaced the entry meanwhile."""
+        _, entry = self.saved.in_force(inv) or (None, None)
+        if entry is None or entry.config != to_data(winner.after):
+            return
+        config, measured = winner.after, dict(entry.measured or {})
+        if note.why:
+            config = winner.before
+            _, earlier = self.earlier.get(inv.key, (None, None))
+            if earlier is not None and earlier.config == to_data(config):
+                # The search of this run is the newest; it need not be repeated.
+                own = dict(earlier.measured or {})
+                measured = own | {
+                    name: measured[name] for name in ("search", "space") if name in own and name in measured
+                }
+            else:
+                measured |= {"winner": measured.get("heuristic"), "speedup": 1.0, "confidence": None}
+        self.saved.chain.remember(inv.key, config, call=entry.call, measured=note.added_to(measured))
+
+
+def _asked_elsewhere(question: Question) -> Answer:
+    """Return the answer of a new process, whose memory is as that of a program at its start."""
+    from ejkernel.ops.autotuner.process.supervisor import WorkerStatus
+    from ejkernel.ops.autotuner.process.worker import Worker, close_first
+
+    close_first()  # the step may need all memory
+    worker = Worker()
+    try:
+        doing = WorkerStatus(what="comparing the step", allowed=_STUCK + 10 * question.seconds)
+        answer: Answer = worker.call(compare_step, question, doing=doing)
+    finally:
+        worker.close()
+    return answer
+
+
+def _heuristic_seconds(entry: StoredEntry) -> float:
+    times = (entry.measured or {}).get("heuristic")
+    found = times.get("median_us") if isinstance(times, dict) else None
+    return found / 1e6 if isinstance(found, int | float) else 0.0
+
+
+def settled(result: AutotuningResult, checked: Checked | None) -> AutotuningResult:
+    """Return the searches with the reasons why the configurations of some are not kept."""
+    if checked is None or not checked.answer.dropped:
+        return result
+    before = {winner.key: winner.before for winner in checked.winners}
+    searches = []
+    for search in result.searches:
+        why = checked.answer.dropped.get(search.key)
+        if why is not None and same_config(before[search.key], search.heuristic.config):
+            search = dataclasses.replace(search, config=search.heuristic.config, why=why)
+        elif why is not None:
+            search = dataclasses.replace(search, not_saved=why, stays=before[search.key])
+        searches.append(search)
+    return dataclasses.replace(result, searches=tuple(searches))

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparison of a program's step after the searches of `ejkernel tune`."""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import pytest
+from tests.ops.autotuner.made_up_times import interleaved_with
+
+from ejkernel.cli import main, step, step_check
+from ejkernel.cli import tune as commands
+from ejkernel.cli.builds import Build
+from ejkernel.cli.step import Winner, choose
+from ejkernel.ops import PersistentCache
+from ejkernel.ops.autotuner.bench import timing
+from ejkernel.ops.autotuner.store.measurements import MeasurementStore
+from ejkernel.ops.config.step_notes import StepNote
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import TuningError
+
+PROGRAM = '''
+import dataclasses
+import os
+import jax
+import jax.numpy as jnp
+from ejkernel.ops import Kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    repeats: int = 8
+
+
+class Product(Kernel[Config, jax.Array]):
+    """A product that is slower with more repeats."""
+
+    def run(self, a, b, *, cfg):
+        for _ in range(cfg.repeats):
+            b = b + 1e-30 * jnp.sin(b @ b)
+        return a @ b
+
+    def heuristic_cfg(self, inv):
+        return Config(8)
+
+    def config_space(self, inv):
+        return [Config(int(n)) for n in os.environ.get("STEP_CANDIDATES", "1")]
+
+
+product = Product("step_product")
+ARRAY = jnp.ones((64, 64))
+
+
+def step():
+    return jax.jit(lambda a, b: product(a, b)), (ARRAY, ARRAY)
+
+
+def wide():
+    return jax.jit(lambda a, b: product(a, b) + product(a[:32], b).sum()), (ARRAY, ARRAY)
+
+
+def types():
+    return product, (jax.ShapeDtypeStruct((64, 64), jnp.float32),) * 2
+
+
+def printing():
+    def step(a, b):
+        jax.debug.print("{}", a[0, 0])
+        return product(a, b)
+
+    return jax.jit(step), (ARRAY, ARRAY)
+'''
+
+
+@dataclasses.dataclass(kw_only=True)
+class Timed(Build):
+    """A step with a given time."""
+
+    seconds: float
+
+    def run(self):
+        self.samples.append(self.seconds)
+        self.mapping.append((0, 0.0))
+
+
+def timed(name, seconds):
+    return Timed(
+        name=name,
+        compiled=len,
+        arguments=((), {}),
+        donated=(),
+        compile_seconds=0.0,
+        calls=(),
+        first=seconds,
+        seconds=seconds,
+    )
+
+
+def winner(call, gain=1.0):
+    return Winner(key=ConfigKey("cpu", "op", call), name=call, before="old", after="new", alone=1.2, gain=gain)
+
+
+def choice(costs, *, left=lambda: 100.0, broken=()):
+    """Choose among winners that change the time of the step by the given shares, without noise."""
+
+    def make(name, configs):
+        news = [key.call for key, config in configs.items() if config == "new"]
+        if set(broken) & set(news):
+            raise TuningError("does not fit")
+        return timed(name, 1.0 + sum(costs[call] for call in news))
+
+    winners = [winner(call, gain) for gain, call in enumerate(costs)]
+    before = make("before", {each.key: "old" for each in winners})
+    return choose(winners, before, make, left)
+
+
+def dropped(answer):
+    return sorted(key.call for key in answer.dropped)
+
+
+def test_winners_that_make_the_step_faster_are_kept():
+    answer = choice({"a": -0.1, "b": 0.0})
+    assert (answer.before, answer.after) == pytest.approx((1.0, 0.9))
+    assert not answer.dropped
+
+
+def test_a_difference_within_the_noise_drops_nothing():
+    assert not choice({"a": 0.01}).dropped
+
+
+def test_the_only_winner_is_dropped_if_it_slows_the_step():
+    answer = choice({"a": 0.05})
+    assert dropped(answer) == ["a"]
+    assert answer.before == answer.after == 1.0
+    assert list(answer.dropped.values()) == [
+        "1.20x by itself, but the step with it takes 1050.0 ms instead of 1000.0 ms"
+    ]
+
+
+def test_only_winners_that_slow_the_step_are_dropped():
+    answer = choice({"a": 0.3, "b": -0.1, "c": 0.2, "d": -0.1})
+    assert dropped(answer) == ["a", "c"]
+    assert answer.after == pytest.approx(0.8)
+    assert answer.over["median"] == pytest.approx(1.25)
+
+
+def test_one_of_two_that_slow_the_step_only_together_is_kept_the_one_that_saves_more():
+    def make(name, configs):
+        news = [key.call for key, config in configs.items() if config == "new"]
+        return timed(name, {0: 1.0, 1: 0.9, 2: 1.1}[len(news)])
+
+    winners = [winner("a", gain=1.0), winner("b", gain=2.0)]
+    answer = choose(winners, make("before", {}), make, lambda: 100.0)
+    assert dropped(answer) == ["a"]
+    assert answer.after == pytest.approx(0.9)
+
+
+def test_winners_that_were_not_tried_in_time_are_dropped():
+    answer = choice({"a": 0.3, "b": -0.1}, left=lambda: 0.0)
+    assert dropped(answer) == ["a", "b"]
+    assert all("no time was left" in why for why in answer.dropped.values())
+
+
+def test_a_winner_with_which_the_step_does_not_run_is_dropped():
+    answer = choice({"a": -0.1, "b": -0.1}, broken="b")
+    assert dropped(answer) == ["b"]
+    assert "does not fit" in next(iter(answer.dropped.values()))
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """A module `stepped`, whose calls are faster with fewer repeats."""
+    (tmp_path / "stepped.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    monkeypatch.setattr(timing, "interleaved", interleaved_with(lambda config: float(config.repeats)))
+    yield tmp_path
+    sys.modules.pop("stepped", None)
+
+
+@pytest.fixture
+def slower(monkeypatch):
+    """The step is slower with one repeat in a call of this many rows; returns these rows."""
+    rows = [64]
+    built = step.build
+
+    def build(name, loaded, chain, *, configs, pure):
+        made = built(name, loaded, chain, configs=configs, pure=pure)
+        by_rows = {inv.abstract_args[0].shape[0]: configs[inv.key].repeats for inv in made.calls}
+        seconds = 1.0 + sum(0.3 if n in rows else -0.1 for n, repeats in by_rows.items() if repeats == 1)
+        return timed(name, seconds)
+
+    monkeypatch.setattr(step, "build", build)
+    return rows
+
+
+def run(capsys, *arguments):
+    status = main(arguments)
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def tune(capsys, target, *more):
+    return run(capsys, "tune", "--in-process", f"stepped:{target}", "--cache", "saved", *more)
+
+
+def repeats():
+    """The saved configurations, by number of rows."""
+    entries = [entry for _, entry in PersistentCache("saved").entries()]
+    return {entry.call["args"][0]["array"][1][0]: entry.config["repeats"] for entry in entries}
+
+
+def test_a_winner_that_slows_the_step_is_not_kept_and_the_commands_say_why(program, capsys, slower):
+    status, out, err = tune(capsys, "step")
+    why = "8.00x by itself, but the step with it takes 1300.0 ms instead of 1000.0 ms"
+    assert status == 0
+    assert f"step_product@v0 f32[64,64] x2: not kept: {why}" in err
+    assert "step: 1000.0 ms -> 1000.0 ms, 1.00x; no new configuration is kept" in err
+    assert "1 with the heuristic kept" in err
+    assert "repeats=8" in out
+    assert repeats() == {64: 8}
+    assert f"{why} (stepped:step)" in run(capsys, "explain", "stepped:step", "--cache", "saved")[1].replace("\n", " ")
+    _, out, err = tune(capsys, "step")
+    assert "1 call already tuned" in err
+    assert "Nothing to tune" in out
+    assert repeats() == {64: 8}
+
+
+def test_the_search_of_a_dropped_winner_shows_what_is_in_force(program, capsys, slower):
+    tune(capsys, "step")
+    (search,) = MeasurementStore("saved").searches()
+    assert search.is_kept
+    assert search.was_saved
+    assert "by itself, but the step" in search.in_words
+    assert run(capsys, "report", "--cache", "saved", "--json")[0] == 0
+    log = run(capsys, "show", "--cache", "saved", "--log", f"step_product:{search.key.call}")[1]
+    assert "heuristic kept: 8.00x by itself" in log.replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_the_other_winners_stay(program, capsys, slower):
+    _, out, _ = tune(capsys, "wide", "--json")
+    assert repeats() == {64: 8, 32: 1}
+    found = json.loads(out)["step"]
+    assert found["after_us"] == pytest.approx(0.9e6)
+    assert [each["op"] for each in found["dropped"]] == ["step_product@v0"]
+    notes = [StepNote.stored_in(entry.measured) for _, entry in PersistentCache("saved").entries()]
+    assert sorted(bool(note.why) for note in notes) == [False, True]
+
+
+@pytest.mark.slow
+def test_what_was_saved_before_is_restored(program, capsys, slower, monkeypatch):
+    monkeypatch.setenv("STEP_CANDIDATES", "2")
+    tune(capsys, "step")
+    assert repeats() == {64: 2}
+    monkeypatch.setenv("STEP_CANDIDATES", "12")
+    _, _, err = tune(capsys, "step", "--force")
+    assert "not kept" in err
+    assert "1 with the configuration saved earlier" in err
+    assert repeats() == {64: 2}
+    assert "1 call already tuned" in tune(capsys, "step")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "reason"), [("types", "random arrays for its arguments"), ("printing", "it has side effects")]
+)
+def test_a_step_that_should_not_run_is_not_compared_unless_asked(program, capsys, monkeypatch, target, reason):
+    monkeypatch.setattr(commands, "_MOST_DRAWN", 1 << 14)
+    _, _, err = tune(capsys, target)
+    assert f"step not compared: {reason}" in err
+    assert "`ejkernel bench stepped:" in err
+    assert repeats() == {64: 1}
+    assert "\nstep: " in tune(capsys, target, "--check-step")[2]
+
+
+def test_the_step_of_a_small_program_given_by_types_runs_with_random_arrays(program, capsys):
+    assert "\nstep: " in tune(capsys, "types")[2]
+
+
+def test_the_step_is_not_run_if_the_user_says_so_and_compared_by_a_later_run(program, capsys):
+    assert "\nstep" not in tune(capsys, "step", "--no-check-step")[2]
+    _, _, err = tune(capsys, "step")
+    assert "1 call already tuned" in err
+    assert "\nstep: " in err
+    assert "\nstep: " not in tune(capsys, "step")[2]
+
+
+def test_a_long_step_is_not_compared(program, capsys, monkeypatch):
+    monkeypatch.setattr(step, "build", lambda name, *_, **__: timed(name, 60.0))
+    assert "step not compared: that takes about 960 s more" in tune(capsys, "step")[2]
+
+
+def test_an_interruption_leaves_the_winners_saved_for_a_later_comparison(program, capsys, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step_check, "compare_step", stop)
+        status, _, err = tune(capsys, "step")
+    assert status != 0
+    assert "the next run compares it" in err
+    assert "repeats=1" in err
+    assert repeats() == {64: 1}
+    assert "\nstep: " in tune(capsys, "step")[2]
+
+
+def test_an_entry_that_another_process_replaced_meanwhile_is_left_alone(program, capsys, slower, monkeypatch):
+    chosen = step.choose
+
+    def choose(*arguments):
+        store = PersistentCache("saved")
+        ((key, entry),) = store.entries()
+        store.put(key, dict(entry.config, repeats=3), call=entry.call)
+        return chosen(*arguments)
+
+    monkeypatch.setattr(step, "choose", choose)
+    tune(capsys, "step")
+    assert repeats() == {64: 3}
+
+
+@pytest.mark.slow
+def test_the_step_of_a_program_runs_in_a_process_of_its_own(program, capsys):
+    status, _, err = run(capsys, "tune", "stepped:step", "--cache", "saved")
+    assert status == 0
+    assert "\nstep: " in err
+    assert jax.devices()[0].platform == "cpu"
