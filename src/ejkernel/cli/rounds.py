@@ -125,7 +125,7 @@ def verdict(build: str, other: str, over: Mapping[str, float], *, advice: str = 
     spread = f"{over['low']:.2f} to {over['high']:.2f}"
     first = build[:1].upper() + build[1:]
     if _is_tie(over):
-        return f"{first} and {other} are equally fast ({spread})."
+        return f"{first} and {other} are equally fast within {_TIE:.0%} ({spread})."
     if over["low"] > 1:
         return f"{first} is {over['median']:.2f} times as fast as {other} ({spread})."
     if is_slower(over):
