@@ -2,6 +2,7 @@
 """The comparison of a program's step after the searches of `ejkernel tune`."""
 
 import dataclasses
+import datetime
 import itertools
 import json
 import sys
@@ -318,6 +319,17 @@ def test_an_undecided_step_is_compared_again_by_the_next_run(program, capsys, mo
     assert repeats() == {64: 1}
     assert "\nstep: " in tune(capsys, "step")[2]
     assert "\nstep: " not in tune(capsys, "step")[2]
+
+
+@pytest.mark.parametrize(("low", "said"), [(0.99, True), (1.01, False)])
+def test_a_gain_within_the_noise_is_not_called_one(low, said):
+    key = ConfigKey("cpu:chip", "step_product@v0", "0" * 16)
+    winner = Winner(key=key, name="step_product", before=None, after=None, alone=1.2, gain=0.01)
+    answer = step.Answer(before=0.35, after=0.34, over={"median": 1.03, "low": low, "high": 1.06}, rounds=15)
+    when = datetime.datetime(2026, 11, 28, tzinfo=datetime.UTC)
+    [line] = step_check.Checked(target="train:step", answer=answer, winners=(winner,), time=when).lines()
+    assert line.startswith("step: 350.0 ms -> 340.0 ms, 1.03x")
+    assert ("the noise hides" in line) == said
 
 
 def test_a_long_step_is_not_compared(program, capsys, monkeypatch):

@@ -83,8 +83,11 @@ class Checked:
         said = [f"{winner.name}: not kept: {self.answer.dropped[winner.key]}" for winner in dropped]
         said += [self.answer.mapping] if self.answer.mapping else []
         times = self.note(self.winners[0]).times
-        again = "; this machine is too noisy to tell whether it is slower: the next run compares it again"
-        doubt = again if self.answer.undecided else ""
+        over, doubt = self.answer.over, ""
+        if self.answer.undecided:
+            doubt = "; this machine is too noisy to tell whether it is slower: the next run compares it again"
+        elif over["low"] < 1 < over["high"]:
+            doubt = "; whether it is faster, the noise hides: `ejkernel bench` can measure for longer"
         none = "; no new configuration is kept" if len(dropped) == len(self.winners) else ""
         return [printable(line) for line in (*said, f"step: {times}{doubt}{none}")]
 
