@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import export
 
 from ejkernel.ops import ConfigKey, Invocation, Kernel, PersistentCache
-from ejkernel.ops.autotuner.compile.bundles import device_and_versions
+from ejkernel.ops.autotuner.compile.bundles import SCHEMA, device_and_versions
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials.candidates import CodeFile
@@ -142,7 +142,7 @@ def _write_bundle(folder: Path, inv: Invocation[Any, Any]) -> None:
     other = {"config": {"rows": 3}, "config_type": config_type, "status": "failed", "reason": "it does not fit"}
     target, version, jaxlib = device_and_versions()
     calls = [{"description": inv.description, "candidates": [row, other]}]
-    manifest = {"schema": 3, "target": target, "jax": version, "jaxlib": jaxlib, "calls": calls}
+    manifest = {"schema": SCHEMA, "target": target, "jax": version, "jaxlib": jaxlib, "calls": calls}
     (folder / "manifest.json").write_text(sealed_json(manifest))
 
 

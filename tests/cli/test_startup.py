@@ -111,7 +111,7 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
         ("ejkernel cache pr", "prune"),
         ("ejkernel tune --bud", "--budget"),
         ("ejkernel bench --op rm", "rms_norm"),
-        ("ejkernel explain --target nv", "nvidia_h200"),
+        ("ejkernel explain --target nvidia_h2", "nvidia_h200"),
     ],
 )
 def test_a_shell_completes_commands_options_and_names(monkeypatch, capsys, words, completed):

@@ -34,7 +34,7 @@ from ejkernel.ops import (
     Invocation,
     PersistentCache,
 )
-from ejkernel.ops.autotuner.compile.bundles import read_bundle
+from ejkernel.ops.autotuner.compile.bundles import SCHEMA, read_bundle
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.search.strategies import default_strategy
 from ejkernel.ops.autotuner.store.log import lines_of
@@ -145,7 +145,7 @@ def test_a_flipped_byte_of_a_manifest_is_an_error(tmp_path):
     file = tmp_path / "manifest.json"
     row = {"config": 1, "config_type": "json", "status": "ready", "file": "000-0000.bin", "sha256": "0" * 64}
     calls = [{"description": INV.description, "candidates": [row]}]
-    file.write_text(sealed_json({"schema": 3, "target": "here", "jax": "1", "jaxlib": "1", "calls": calls}))
+    file.write_text(sealed_json({"schema": SCHEMA, "target": "here", "jax": "1", "jaxlib": "1", "calls": calls}))
     with pytest.raises(ConfigError, match="was made for here"):
         read_bundle(tmp_path)
     for _ in flipped(file):

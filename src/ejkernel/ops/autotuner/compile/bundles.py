@@ -16,7 +16,7 @@ import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -42,7 +42,7 @@ from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json, to_data
 
-_SCHEMA = 4
+SCHEMA: Final = 4
 _MANIFEST = "manifest.json"
 _LARGEST = 16 << 20  # bytes of a manifest; a candidate takes hundreds
 _MOST_ARRAYS = 1 << 16  # that a program takes or returns
@@ -182,7 +182,7 @@ def compile_bundle(
                 written.append(_written(inv, configs, ended, folder, number))
                 bundled.append(_bundled(written[-1], folder))
         manifest = _Manifest(
-            schema=_SCHEMA,
+            schema=SCHEMA,
             target=target.fingerprint,
             jax=jax.__version__,
             jaxlib=str(version("jaxlib")),
@@ -370,7 +370,7 @@ def read_bundle(folder: Path) -> list[BundledCall]:
         raw = read_file(folder / _MANIFEST, _LARGEST)
         if raw is None:
             raise UnusableError(f"it has no {_MANIFEST}")
-        manifest = from_plain(read_object(raw, _SCHEMA, "the manifest of one"), _Manifest)
+        manifest = from_plain(read_object(raw, SCHEMA, "the manifest of one"), _Manifest)
     except (UnusableError, SerializationError) as error:
         raise ConfigError(f"{folder} is not a usable bundle: {error}; compile it again.") from error
     # JAX versions have different formats of executables.
