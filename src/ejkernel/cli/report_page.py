@@ -173,7 +173,7 @@ def page(calls: Sequence[CallReport], place: str = "") -> str:
 
 
 def _gains(calls: Sequence[CallReport]) -> list[tuple[str, str, str]]:
-    """Return what tuning gained: for each program whose step was compared, or else for all calls together.
+    """Return the gain of tuning for each program with a compared step, or else for the calls together.
 
     Each gain has a name, the figure, and how it was measured.
     """

@@ -52,7 +52,7 @@ def vector_memory(text: str) -> list[int]:
     """Return the bytes of vector memory that each kernel takes, from the text of a program compiled for a TPU."""
     found = []
     for part in text.split('custom_call_target="tpu_custom_call"')[1:]:
-        # XLA may keep other arrays below the kernel's scope; what is used counts from 0
+        # XLA may keep other arrays below the kernel's scope; the used bytes count from 0
         sizes = _SCOPE.search(part), _USED.search(part)
         if sizes[0] is not None and sizes[1] is not None:
             found.append(int(sizes[1][1]) - int(sizes[0][1]))

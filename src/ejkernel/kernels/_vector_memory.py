@@ -83,6 +83,11 @@ def share_of(call: OperationCall) -> int:
     return _MEMORY.get(call.device_fingerprint, _LEAST_MEMORY) * 3 // 4
 
 
+def room_of(call: OperationCall) -> int:
+    """Return `share_of` a call, or the compiler's default if that is more."""
+    return max(share_of(call), limit_of(call))
+
+
 def limit_to_pass(need: Need) -> int:
     """Return the limit to pass to the compiler: twice the estimate, so a kernel whose estimate is too low compiles.
 

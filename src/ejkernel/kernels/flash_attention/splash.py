@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.kernels._varying import unify_varying
-from ejkernel.kernels._vector_memory import LANES, limit_of, limit_to_pass, share_of
+from ejkernel.kernels._vector_memory import LANES, limit_to_pass, room_of
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.messages.names import NamedFields
@@ -130,11 +130,11 @@ class Splash(AttentionImplementation):
 
     def params_fault(self, call: AttentionCall, params: SplashParams | SplashBwdParams) -> str | None:
         """Return why these blocks exceed the memory of a TPU; `None` if they may fit."""
-        return vector_memory(call, blocks_of(params)).fault(_share(call))
+        return vector_memory(call, blocks_of(params)).fault(room_of(call))
 
     def doubt(self, call: AttentionCall, params: SplashParams | SplashBwdParams) -> str | None:
         """See `Implementation`."""
-        return vector_memory(call, blocks_of(params)).doubt(_share(call))
+        return vector_memory(call, blocks_of(params)).doubt(room_of(call))
 
     def preference(self, call: AttentionCall) -> int:
         """Rank behind `xla`: no TPU has measured these kernels for us."""
@@ -207,13 +207,8 @@ def blocks_of(params: SplashParams | SplashBwdParams) -> dict[str, tuple[int, in
     return {"keys": blocks, "query": (params.block_q_dq, params.block_kv_dq, params.block_kv_dq)}
 
 
-def _share(call: AttentionCall) -> int:
-    """Return the bytes of vector memory that a kernel may take."""
-    return max(share_of(call), limit_of(call))
-
-
 def _limit(operands: Operands, rules: Rules, name: str, blocks: compat.SplashBlocks) -> int:
-    """Return the limit to pass to the compiler: that of the chip whose kernels take most, since this one is unknown."""
+    """Return the limit to pass to the compiler; the chip is unknown here, so the limit is for the largest kernels."""
     call = describe(operands, rules, platform="tpu", fingerprint=_MOST_MEMORY)
     return limit_to_pass(vector_memory(call, {name: blocks}))
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.kernels._varying import one_by_one
-from ejkernel.kernels._vector_memory import LANES, Need, limit_of, limit_to_pass, share_of, up
+from ejkernel.kernels._vector_memory import LANES, Need, limit_of, limit_to_pass, room_of, up
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
@@ -88,11 +88,11 @@ class _Megablox(Implementation[GroupedMatmulCall]):
         tiles = -(-call.rows // params.block_m)
         if tiles > _MOST_TILES:
             return f"it makes {tiles} tiles of rows, and megablox supports at most {_MOST_TILES}."
-        return self.memory(call, params).fault(_share(call))
+        return self.memory(call, params).fault(room_of(call))
 
     def doubt(self, call: GroupedMatmulCall, params: MegabloxParams) -> str | None:
         """See `Implementation`."""
-        return self.params_fault(call, params) or self.memory(call, params).doubt(_share(call))
+        return self.params_fault(call, params) or self.memory(call, params).doubt(room_of(call))
 
     def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> Need:
         """Return the bytes of a product's tiles: two of each operand and result, an accumulator, and intermediates.
@@ -209,11 +209,6 @@ def _product(
 
     out: jax.Array = one_by_one(compute, lhs, rhs, groups)
     return out
-
-
-def _share(call: GroupedMatmulCall) -> int:
-    """Return the bytes of vector memory that a kernel may take."""
-    return max(share_of(call), limit_of(call))
 
 
 def _blocks(call: GroupedMatmulCall, params: MegabloxParams) -> tuple[int, int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the new configurations of a program's calls did to its whole step, as stored in the entries of these calls."""
+"""The effect of new configurations on a program's whole step, as stored in the entries of its calls."""
 
 from __future__ import annotations
 

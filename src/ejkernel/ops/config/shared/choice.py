@@ -29,8 +29,8 @@ class Evidence(NamedTuple):
 
     Attributes:
         is_measured: The entry was measured, not set by hand.
-        is_compared: The whole step of a program was compared without and with the winner of the search. So the entry
-            of a winner that slows a step, with the configuration before, beats one that has only won by itself.
+        is_compared: The whole step of a program was compared without and with the winner of the search. Such an
+            entry beats one that has only won by itself, so a configuration dropped for slowing a step does not return.
         is_whole: The search was not interrupted.
         speedup: Speed-up over the heuristic in the same search. Compared before `seconds`, since clock rates differ
             between machines.
