@@ -50,7 +50,7 @@ ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
 }
-_SHOWN = ("chip", "direction", "mask", "head_dim", "repeats", "kernel")
+_SHOWN = ("chip", "direction", "mask", "dtype", "head_dim", "repeats", "kernel")
 
 
 # --- in the process that simulates ---
@@ -100,12 +100,13 @@ def _lowered(case: dict[str, Any], groups: int) -> Any:
 
     like: Any = functools.partial(jax.ShapeDtypeStruct, sharding=sharding(case["chip"]))
     heads, length, dim = groups * case["repeats"], case["length"], case["head_dim"]
+    dtype = case.get("dtype", "bfloat16")
     lse = like((1, heads, length), "float32")
     if case["kernel"] == "pallas_tpu":
-        query, key = (like((1, length, count, dim), "bfloat16") for count in (heads, groups))
+        query, key = (like((1, length, count, dim), dtype) for count in (heads, groups))
         run, operands = _ours(case), Operands(query, key, key)
         return jax.jit(run).lower(*((operands,) if case["direction"] == "forward" else (operands, (query, lse), query)))
-    query, key = (like((1, count, length, dim), "bfloat16") for count in (heads, groups))
+    query, key = (like((1, count, length, dim), dtype) for count in (heads, groups))
     forward, backward = _flash(case) if case["kernel"] == "flash" else _splash(case)
     if case["direction"] == "forward":
         return jax.jit(forward).lower(query, key, key)
@@ -277,12 +278,12 @@ def finish(group: Sequence[dict[str, Any]], kept: list[dict[str, Any]], simulato
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return the best configuration of each kernel and case, as a Markdown table."""
     lines = [
-        "| chip | direction | mask | head_dim | query heads per key head | kernel | simulated cycles per head "
+        "| chip | direction | mask | dtype | head_dim | query heads per key head | kernel | simulated cycles per head "
         "| configurations | the best |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    ordered = sorted(results, key=lambda found: [str(found[name]) for name in _SHOWN])
-    for group, found in itertools.groupby(ordered, key=lambda found: [found[name] for name in _SHOWN]):
+    ordered = sorted(({"dtype": "bfloat16"} | one for one in results), key=lambda one: [str(one[n]) for n in _SHOWN])
+    for group, found in itertools.groupby(ordered, key=lambda one: [one[name] for name in _SHOWN]):
         several = list(found)
         if all("error" in one for one in several):
             lines.append(
@@ -309,16 +310,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--simulate", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="*", default=(), help="words that a case must have, such as v6e, causal, flash")
     parser.add_argument("--first", type=int, help="simulate only so many configurations of each kernel and case")
+    parser.add_argument("--seconds", type=float, default=1200.0, help="the time limit of a program")
     parser.add_argument("--out", type=Path, help="a JSON file to which results are added; a table goes beside it")
     given = parser.parse_args(arguments)
     if given.simulate:
         simulate()
         return
     kept = json.loads(given.out.read_text())["results"] if given.out and given.out.exists() else []
-    simulator = Simulator()
+    simulator = Simulator(seconds=given.seconds)
     try:
         groups = [group[: given.first] for group in itertools.chain.from_iterable(map(cases, SWEEPS))]
-        groups = [group for group in groups if {*given.only} <= set(map(str, group[0].values()))]
+        words = [set(map(str, ({"dtype": "bfloat16"} | group[0]).values())) for group in groups]
+        groups = [group for group, own in zip(groups, words, strict=True) if {*given.only} <= own]
         for step, group in itertools.product((add, finish), groups):
             step(group, kept, simulator)
             if given.out:

@@ -30,12 +30,24 @@ class Sweep(NamedTuple):
     pallas_tpu: str
     flash: str = ""
     splash: str = ""
+    dtype: str = "bfloat16"
 
 
 _FLASH = "2048/2048/1024 1024/1024/1024 2048/1024/1024 1024/1024/512"
 _SPLASH = "1024/1024/1024 2048/2048/1024 1024/1024/512 512/1024/512 512/512/512 1024/2048/1024"
 _FLASH_BACKWARD = "1024/1024/1024 512/1024/1024 1024/2048/1024"
 _SPLASH_BACKWARD = "1024/1024/1024 1024/2048/1024 512/1024/512 1024/1024/512"
+
+# The heuristic's parameters, and others that take the compiler less than a few minutes.
+_FLOAT32 = tuple(
+    Sweep(chip, direction, mask, 128, 1, pallas_tpu=blocks, dtype="float32")
+    for direction, blocks in (
+        ("forward", "1024/512/1024/256/1 512/512/512/256/1 1024/512/256/256/1 1024/512/512/256/2 2048/512/512/256/1"),
+        ("backward", "1024/512/256/1 512/512/256/1 1024/512/512/1 1024/256/256/1 2048/512/256/1"),
+    )
+    for mask in ("causal", "full")
+    for chip in ("v6e", "v5e")
+)
 
 SWEEPS = (
     Sweep(
@@ -165,6 +177,17 @@ SWEEPS = (
         flash="1024/1024/1024 512/1024/1024",
         splash="1024/1024/1024 1024/2048/1024",
     ),
+    Sweep(
+        *("v6e", "backward", "causal", 128, 2),
+        pallas_tpu="2048/1024/512/2+",
+        splash="1024/1024/1024 1024/2048/1024",
+    ),
+    Sweep(
+        *("v5e", "backward", "causal", 128, 2),
+        pallas_tpu="2048/1024/256/1",
+        splash="1024/1024/1024 1024/2048/1024",
+    ),
+    *_FLOAT32,
 )
 
 
@@ -180,6 +203,7 @@ def cases(sweep: Sweep) -> Iterator[list[dict[str, Any]]]:
                     sizes[flag] = blocks.endswith("+")
                 case = {"chip": chip, "mask": sweep.mask, "direction": sweep.direction, "head_dim": sweep.head_dim}
                 case |= {"repeats": sweep.repeats, "length": LENGTH, "kernel": kernel, "params": sizes}
+                case |= {} if sweep.dtype == "bfloat16" else {"dtype": sweep.dtype}
                 found.append(case)
             if found:
                 yield found

@@ -179,14 +179,14 @@ def used(case: dict[str, Any]) -> list[int]:
     import jax
     from jax.experimental import topologies
 
-    from ejkernel.kernels._vector_memory import share_of
+    from ejkernel.kernels._vector_memory import memory_of
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=attention_tpu.TOPOLOGIES[case["chip"]])
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
     call, _ = described(case)
     found = []
     for function, arrays, ids, (args, options) in _Launches().of(case).found:
-        options["memory"] = share_of(call) * 4 // 3  # all of it, so that low estimates are measured, too
+        options["memory"] = memory_of(call)  # so that low estimates are measured, too
         given = [
             None if pair is None else tuple(jax.ShapeDtypeStruct(*one, sharding=sharding) for one in pair)
             for pair in (arrays, ids)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.kernels._varying import unify_varying
-from ejkernel.kernels._vector_memory import LANES, limit_to_pass, room_of
+from ejkernel.kernels._vector_memory import LANES, limit_to_pass, memory_of, untuned_of
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.messages.names import NamedFields
@@ -130,11 +130,11 @@ class Splash(AttentionImplementation):
 
     def params_fault(self, call: AttentionCall, params: SplashParams | SplashBwdParams) -> str | None:
         """Return why these blocks exceed the memory of a TPU; `None` if they may fit."""
-        return vector_memory(call, blocks_of(params)).fault(room_of(call))
+        return vector_memory(call, blocks_of(params)).fault(memory_of(call))
 
     def doubt(self, call: AttentionCall, params: SplashParams | SplashBwdParams) -> str | None:
         """See `Implementation`."""
-        return vector_memory(call, blocks_of(params)).doubt(room_of(call))
+        return vector_memory(call, blocks_of(params)).doubt(untuned_of(call))
 
     def preference(self, call: AttentionCall) -> int:
         """Rank behind `xla`: no TPU has measured these kernels for us."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.kernels._vector_memory import LANES, Need, larger, share_of
+from ejkernel.kernels._vector_memory import LANES, Need, larger, memory_of, untuned_of
 from ejkernel.kernels.flash_attention.common import AttentionCall
 
 from . import memory
@@ -54,16 +54,12 @@ def _segmented(call: AttentionCall, padded_keys: int) -> bool:
 
 def params_fault(call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
     """See `Implementation`: `None` if the kernels may fit in the chip's vector memory."""
-    return needed(call, params).fault(share_of(call))
+    return needed(call, params).fault(memory_of(call))
 
 
 def doubt(call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
-    """See `Implementation`: `None` if the kernels surely fit in the chip's vector memory.
-
-    Half of the upper estimates are too high by a sixth, and there is a third more than a kernel's share.
-    """
-    need, share = needed(call, params), share_of(call)
-    return need.fault(share) or need.doubt(share * 9 // 8)
+    """See `Implementation`: `None` if the kernels surely fit in the chip's vector memory."""
+    return needed(call, params).doubt(untuned_of(call))
 
 
 def heuristic(call: AttentionCall) -> Any:
