@@ -29,7 +29,7 @@ _KINDS = ("heuristic", "heuristic", "heuristic", "doubtful")
 
 
 def drawn(seed: int, index: int) -> dict[str, Any]:
-    """Return a call, and what its parameters are: `heuristic`, `refused` or `left` to the compiler."""
+    """Return a call, and what its parameters are: `heuristic`, `refused`, or `left` to the compiler."""
     dice = random.Random(f"heuristics {seed} {index}")
     kind, case = dice.choice(_KINDS), _drawn_call(dice)
     for _ in range(100):
@@ -187,6 +187,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     lines = [f"| parameters | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     kinds = {
         "heuristic": "the heuristic's",
+        "fits": "of the space, passed by the estimate",
         "left": "of the space, left to the compiler",
         "refused": "of the space, refused by the estimate",
     }
@@ -194,7 +195,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         counts = Counter(_outcome(one) for one in results if one["kind"] == kind)
         lines.append(f"| {label} | {' | '.join(str(counts[name]) for name in names)} |")
     reasons = Counter(one["reason"] for one in results if one["kind"] == "unsupported")
-    lines += ["", f"{sum(reasons.values())} calls were refused:", ""]
+    lines += ["", f"Calls that were refused: {sum(reasons.values())}", ""]
     lines += [f"- {count} x {reason}" for reason, count in sorted(reasons.items())]
     failed = [one for one in results if one["kind"] == "heuristic" and "error" in one]
     lines += ["", "Heuristics that were not compiled:", ""] if failed else []

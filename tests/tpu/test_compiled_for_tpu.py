@@ -208,8 +208,6 @@ def published(implementation, call_of):
         params = implementation.params_type(backward=call.backward)(**row["params"])
         # longer calls, or more matrices, need more memory than a chip has
         is_small = facts.get("queries", 0) <= 16_384 and facts.get("groups", 0) <= 128
-        # the estimate is fitted to blocks of the space
-        is_small = is_small and row["params"].get("block_q", 0) <= 2048
         if is_small and implementation.doubt(call, params) is None:
             found.append((facts, call, params))
     return random.Random(implementation.name).sample(found, min(SAMPLE, len(found)))

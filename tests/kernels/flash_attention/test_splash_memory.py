@@ -40,13 +40,24 @@ def call_of(chip, dims, *, causal, dtype="bfloat16", backward=False):
         (V5E, (80, 80), True, (512, 512, 512), 4_464_640),
         (V5P, (160, 128), False, (512, 2048, 256), 9_404_416),
         (V6E, (80, 80), True, (512, 1024, 256), 5_193_728),
+        (V5E, (256, 256), True, (2048, 2048, 512), 40_726_528),
+        (V5E, (256, 256), True, (4096, 4096, 512), 116_076_544),
+        (V5E, (256, 256), False, (2048, 4096, 512), 60_858_368),
+        (V6E, (128, 128), True, (2048, 4096, 512), 41_193_472),
     ],
 )
 def test_a_forward_kernel_takes_no_more_than_the_estimate(chip, dims, causal, blocks, taken):
     call = call_of(chip, dims, causal=causal)
     params = SplashParams(**dict(zip(("block_q", "block_kv", "block_kv_compute"), blocks, strict=True)))
     need = vector_memory(call, blocks_of(params))
-    assert need.least <= taken <= need.most <= 1.5 * taken
+    assert need.least <= taken <= need.most <= 1.75 * taken
+
+
+def test_large_blocks_that_take_most_of_the_memory_are_left_to_tuning():
+    call = call_of(V5E, (256, 256), causal=True)
+    large = SplashParams(block_q=4096, block_kv=4096, block_kv_compute=512)  # takes 111 of 128 MiB
+    assert Splash().params_fault(call, large) is None
+    assert "it may take" in Splash().doubt(call, large)
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -16,6 +16,7 @@ from ejkernel import compat
 from ejkernel.kernels._vector_memory import LANES, Need, Parts, larger, up
 
 from ._splash_weights import WEIGHTS
+from ._tpu import WIDE_UNITS
 from .common import AttentionCall
 
 _INTERNAL = 72 << 10  # bytes of the compiler's internal scratch array
@@ -71,6 +72,8 @@ def _sizes(call: AttentionCall, block: compat.SplashBlocks) -> dict[str, int]:
         "ids": _has_ids(call, block),
         "capped": call.rules.soft_cap is not None,
         "v5p": call.device_fingerprint == "tpu:tpu_v5",
+        "narrow unit": call.device_fingerprint not in WIDE_UNITS,
+        "masked": _has_mask(call),
         # the last registers of a row are partly used
         "partial": any(dim % LANES and dim != LANES // 2 for dim in dims),
     }
@@ -88,6 +91,7 @@ def _sizes(call: AttentionCall, block: compat.SplashBlocks) -> dict[str, int]:
     found |= {f"wide {name}": found[name] if value > LANES else 0 for name in ("values", "step values")}
     found["wide step heads"] = found["step heads"] if head > LANES else 0
     found["wide values of steps"] = found["wide values"] * steps
+    found["wide values of steps, narrow unit"] = found["wide values of steps"] if which["narrow unit"] else 0
     return found | {"partial values": found["values"] if which["partial"] else 0}
 
 

@@ -11,6 +11,8 @@ from ejkernel.ops.utils.values.signature import is_known
 
 from .common import AttentionCall
 
+# Chips with a matrix unit 256 wide.
+WIDE_UNITS = ("tpu:tpu_v6_lite", "tpu:tpu7x")
 _DTYPES = ("bfloat16", "float32")
 
 

@@ -11,14 +11,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.kernels._vector_memory import LANES, Need, larger, memory_of, untuned_of
+from ejkernel.kernels.flash_attention._tpu import WIDE_UNITS
 from ejkernel.kernels.flash_attention.common import AttentionCall
 
 from . import memory
 from .launch import Lengths, backward_plan, forward_plan
 from .params import BackwardParams, ForwardParams
 
-# Chips with a matrix unit 256 wide.
-_WIDE = ("tpu:tpu_v6_lite", "tpu:tpu7x")
 _RESIDENT = (8192, 4096, 2048)
 
 _FORWARD_BLOCKS = ((512, 512), (1024, 512), (1024, 1024), (2048, 1024), (2048, 2048))
@@ -59,7 +58,9 @@ def params_fault(call: AttentionCall, params: ForwardParams | BackwardParams) ->
 
 def doubt(call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
     """See `Implementation`: `None` if the kernels surely fit in the chip's vector memory."""
-    return needed(call, params).doubt(untuned_of(call))
+    need = needed(call, params)
+    # heads whose arrays fill more than three quarters are streamed, in larger blocks
+    return need.fault(memory_of(call) * 3 // 4) or need.doubt(untuned_of(call))
 
 
 def heuristic(call: AttentionCall) -> Any:
@@ -81,7 +82,7 @@ def space(call: AttentionCall) -> list[Any]:
 
 def _preferred(call: AttentionCall) -> Iterator[Any]:
     """Yield the parameters found by simulating calls of 4,096 queries and keys."""
-    rules, wide = call.rules, call.device_fingerprint in _WIDE
+    rules, wide = call.rules, call.device_fingerprint in WIDE_UNITS
     two_edges = rules.left is not None and rules.right is not None
     if call.backward:
         if rules.left is None and rules.right is None:
