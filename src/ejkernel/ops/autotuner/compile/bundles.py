@@ -171,7 +171,7 @@ def compile_bundle(
     except OSError as error:
         raise ConfigError(f"the bundle's folder {folder} cannot be written: {error}") from error
     if not is_empty:
-        raise ConfigError(f"the bundle's folder must be empty, but {folder} is not.")
+        raise ConfigError(f"the bundle's folder must be empty, but {folder} is not; remove it or name another.")
     how = _How(target, processes, executor)
     bundled, written = [], []
     try:
