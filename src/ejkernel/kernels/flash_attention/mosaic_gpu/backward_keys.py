@@ -348,9 +348,9 @@ class KeyBlockKernel:
         else:
             part = self.backend.views(buffer, 2)[0].at[stage, warpgroup]
         bias: jax.Array = plgpu.load(part.transpose((1, 0)), layout=WGMMA, optimized=False)
-        plgpu.commit_smem()  # orders the read before the next copy into the stage
+        self.backend.order_reads()
         pipeline.consumer_release(stage)
-        return bias.astype(jnp.float32)
+        return self.backend.widened(bias)
 
     def key_columns(self, block: KeyBlock, slab: Any, first: Any, count: int) -> list[Any]:
         """Return `count` columns of 64 keys, in pieces; `first` may depend on the warpgroup."""

@@ -24,6 +24,7 @@ _ALIGNMENT = 1024  # bytes, of every buffer: a swizzle of 128 bytes repeats afte
 _BARRIERS = 1024  # bytes, more than the barriers of any backward kernel take
 FEW_SCORES = 1 << 24
 _CACHED = 16 << 20  # bytes of keys and values that stay in the L2 cache, which has 50 MB
+_MANY_SCORES = 1 << 28
 SMALL_CAP = 50.0  # with half of it in place of a row's largest logit, weights are between exp(-75) and exp(25)
 TILE_ROWS = 8  # of the tiles of shared memory
 WHOLE_DIMS = (16, 32, 64, 96, 128, 160, 192, 224, 256)  # head dimensions that copies of whole tiles cover well
@@ -217,8 +218,10 @@ class ForwardPlan(AttentionSizes):
 
     @property
     def hides_tail(self) -> bool:
-        """Whether the last block of keys extends past the last key, where the window does not hide it."""
+        """Whether the last block of keys extends past the last key, where neither window nor key bias hides it."""
         right = self.rules.right
+        if self.key_bias or self.key_mask:  # padded with minus infinity
+            return False
         return (self.slides or self.keys % self.params.kv_block != 0) and (right is None or right > 0)
 
     def shared_bytes(self) -> int:
@@ -286,7 +289,7 @@ def _shared_columns(head_dim: int, value_dim: int) -> dict[str, int]:
 def _is_worth_a_table(call: AttentionCall, kv_block: int) -> bool:
     """Return whether the blocks of keys that a mask hides are found before the kernel, which takes about 8 us."""
     batch, queries, heads, _ = call.query
-    return call.key[1] > 2 * kv_block and batch * heads * queries * call.key[1] > FEW_SCORES
+    return call.key[1] > 2 * kv_block and batch * heads * queries * call.key[1] > _MANY_SCORES
 
 
 def _variation(shape: tuple[int, ...] | None, call: AttentionCall) -> str:
