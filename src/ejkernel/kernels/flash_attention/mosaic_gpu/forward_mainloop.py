@@ -384,8 +384,10 @@ class ForwardConsumer:
             pieces = self.memory.bias(stage, self.warpgroup)
             parts = [plgpu.load(piece.tiles, layout=_LAYOUT, optimized=False) for piece in pieces]
             bias = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+            if plan.packs_mask and masked:
+                bias = bias + self._by_key(buffers.key_bias, stage)
             scores = scores + self.backend.widened(bias)
-        if plan.key_bias or (plan.key_mask and masked):
+        if plan.key_bias or (plan.key_mask and masked and not plan.packs_mask):
             scores = scores + self._by_key(buffers.key_bias, stage)
         if plan.caps_late:  # the cap would make a bias of minus infinity finite
             cap = cast(float, plan.rules.soft_cap)

@@ -140,7 +140,9 @@ def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
     if plan.key_bias or plan.key_mask:
         terms = [] if bias is None or not plan.key_bias else [bias.astype(jnp.float32)]
         if mask is not None and plan.key_mask:
-            terms.append(jnp.where(mask, 0.0, -jnp.inf).astype(jnp.float32))
+            terms.append(
+                jnp.where(mask, 0.0, -jnp.inf).astype(extras["bias"].dtype if plan.packs_mask else jnp.float32)
+            )
         extras["key_bias"] = _pad_axis(sum(terms[1:], terms[0])[:, :, 0], 2, block, -jnp.inf)
     return extras
 
