@@ -592,8 +592,8 @@ def test_wide_heads_with_lengths_are_persistent_unless_there_is_one_example():
 
 
 def test_only_masks_of_many_keys_need_a_table():
-    few, many = (Case(batch=8, queries=n, keys=n, heads=8, groups=8, mask=(8, 1, 1, n)) for n in (256, 1024))
-    whole = dataclasses.replace(few, mask=(8, 1, 256, 256))
+    few, many = (Case(batch=8, queries=n, keys=n, heads=8, groups=8, mask=(8, 1, 1, n)) for n in (512, 2048))
+    whole = dataclasses.replace(few, mask=(8, 1, 512, 512))
     assert [plan.forward_plan(described(case), ForwardParams()).table for case in (few, many, whole)] == [0, 1, 1]
 
 
