@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -325,9 +327,10 @@ def _multiple_of_8(rng: np.random.Generator, most: int) -> int:
     return 8 * int(rng.integers(1, most // 8 + 1))
 
 
-def widely_drawn_names(seed: int, count: int) -> list[str]:
-    """Return names of such cases, as `case_named` takes them."""
-    return [f"{seed}-{number} {words_of(widely_drawn(seed, number))}" for number in range(count)]
+def widely_drawn_names(seed: int, count: int, kinds: Sequence[str] = KINDS) -> list[str]:
+    """Return names of such cases, as `case_named` takes them; only of these kinds."""
+    numbers = (number for number in itertools.count() if KINDS[number % len(KINDS)] in kinds)
+    return [f"{seed}-{number} {words_of(widely_drawn(seed, number))}" for number in itertools.islice(numbers, count)]
 
 
 def case_named(name: str) -> Case:

@@ -225,10 +225,11 @@ def widened_bfloat16(array: Any) -> Any:
     from jax.experimental.mosaic import gpu
     from jax.experimental.mosaic.gpu import utils
     from jax.experimental.pallas import mosaic_gpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, vector
+    from jaxlib.mlir import dialects, ir
+    from jaxlib.mlir.dialects import vector
 
     plgpu: Any = mosaic_gpu
+    arith: Any = dialects.arith  # its stubs lack the values of constants
     layout = plgpu.Layout.WGMMA
     wide = plgpu.ShapeDtypeStruct(array.shape, jnp.float32, layout=layout)
 
@@ -236,7 +237,7 @@ def widened_bfloat16(array: Any) -> Any:
         word, single = ir.IntegerType.get_signless(32), ir.F32Type.get()
         both = utils.bitcast(register, word)
         low = arith.shli(both, arith.constant(word, 16))
-        high = arith.andi(both, arith.constant(word, ir.IntegerAttr.get(word, -65536)))
+        high = arith.andi(both, arith.constant(word, -(2**16)))
         return vector.from_elements(ir.VectorType.get((2,), single), [utils.bitcast(x, single) for x in (low, high)])
 
     def convert(context: Any, array: Any) -> Any:
