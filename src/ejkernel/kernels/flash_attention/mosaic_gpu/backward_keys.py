@@ -19,10 +19,11 @@ from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgro
 from ejkernel.kernels._hopper.pipeline import Pipeline, unrolled_producer_tail
 
 from .backward_order import order_of
+from .backward_plan import BackwardProblem, bias_in_tiles, dquery_columns, key_block_buffers
 from .masks import WGMMA, BackwardInputs, ScoreTerms, ScoreTile, block_range, broadcast_index, key_limit, zeros
 from .matrices import Matrices
 from .params import BackwardParams
-from .plan import REGISTERS, BackwardProblem, bias_in_tiles, dquery_columns, key_block_buffers
+from .plan import REGISTERS
 from .visibility import BlockRange
 
 

@@ -24,8 +24,9 @@ from ejkernel.kernels.flash_attention.common import (
     with_sinks,
 )
 
+from .backward_plan import BackwardProblem, backward_problem, bias_in_tiles
 from .params import BackwardParams, ForwardParams
-from .plan import FEW_SCORES, BackwardProblem, ForwardPlan, backward_problem, bias_in_tiles, forward_plan
+from .plan import ForwardPlan, forward_plan
 from .schedule import schedule
 from .visibility import (
     Blocks,
@@ -37,6 +38,8 @@ from .visibility import (
     ranges_of_queries,
 )
 from .wide_support import is_wide
+
+_FEW_SCORES = 1 << 24  # of a call: its backward visits all tiles, also those that a mask hides
 
 # Forward.
 
@@ -287,7 +290,7 @@ def _run_backward(
 
 def skips_hidden(problem: BackwardProblem) -> bool:
     """Return whether tiles that a mask hides are found before the kernels, which takes six small kernels of XLA."""
-    return problem.mask and problem.batch * problem.heads * problem.queries * problem.keys > FEW_SCORES
+    return problem.mask and problem.batch * problem.heads * problem.queries * problem.keys > _FEW_SCORES
 
 
 def _sum_of_parts(x: jax.Array, parts: int) -> jax.Array:
