@@ -24,10 +24,11 @@ import numpy as np
 
 from ejkernel import compat
 from ejkernel.ops.core.examples import stack, stacked
-from ejkernel.ops.core.transformations.nodes import Flat, is_inexact
+from ejkernel.ops.core.transformations.nodes import Flat
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.random_arrays import random_array
+from ejkernel.ops.utils.values.signature import is_inexact
 
 logger = logging.getLogger(__name__)
 

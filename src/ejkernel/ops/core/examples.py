@@ -17,13 +17,13 @@ from ejkernel.ops.core.hooks import Computation
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, kernel_of, overrides
 from ejkernel.ops.core.transformations.batching import Level, Vmapped
-from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.random_arrays import LARGE, drawn_integers, random_array
 from ejkernel.ops.utils.validation import asked, is_call
-from ejkernel.ops.utils.values.signature import is_array
+from ejkernel.ops.utils.values.signature import is_array, is_inexact
 
 Save = Callable[..., Sequence[Any]]
 
