@@ -80,7 +80,7 @@ class Pattern:
         return stacked(list(elements[: self.count]), self.levels)
 
     def own(self, elements: Sequence[Arrays], index: int) -> Arrays:
-        """Return the arrays of the example at `index` in the batch; unbatched arrays come from the first example."""
+        """Return the arrays of the example at `index` in the batch; an unbatched array is the same for all of them."""
         position = np.unravel_index(index, self.sizes) if self.sizes else ()
         chosen = []
         for number in range(len(elements[0])):
