@@ -72,6 +72,11 @@ def why_not_finite(kernel: Computation[Any, Any], given: GivenInputs | None) -> 
     )
 
 
+def example_types(inv: Invocation[Cfg, Out]) -> list[jax.ShapeDtypeStruct]:
+    """Return the types of the arrays that `example_arrays` returns."""
+    return list(inv.argument_types)
+
+
 def example_arrays(
     inv: Invocation[Cfg, Out],
     rng: np.random.Generator,

@@ -17,6 +17,7 @@ import numpy as np
 
 from ejkernel import compat, settings
 from ejkernel.ops.autotuner.trials.candidates import Program, program_digest
+from ejkernel.ops.core.examples import example_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, Out
@@ -176,7 +177,7 @@ def compile_for(inv: Invocation[Cfg, Out], choice: Choice, target: Target, *, on
         target: The device.
         only_once: The program runs once, so compile it even if XLA would tune it on the device.
     """
-    types = [target.placed(like) for like in inv.argument_types]
+    types = [target.placed(like) for like in example_types(inv)]
     with target.entered(), compat.numerics(inv.numerics):
         try:
             lowered = jax.jit(inv.node.flat(choice)).lower(*types)
