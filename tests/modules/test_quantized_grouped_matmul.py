@@ -84,6 +84,7 @@ def test_a_qwix_array_and_factors_of_rows():
     np.testing.assert_allclose(*gradients, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [
