@@ -174,7 +174,7 @@ class Interpreter:
         return (buffer,) * count
 
     def read_if(self, condition: Any, read: Callable[[], list[Any]]) -> list[Any]:
-        """See `Hopper.read_if`; the arrays are zeros without the condition, as the race detector would see the read."""
+        """See `Hopper.read_if`; the race detector sees a read that other values replace."""
         zeros = [jnp.zeros(array.shape, array.dtype) for array in jax.eval_shape(read)]
         found: list[Any] = lax.cond(condition, read, lambda: zeros)
         return found
