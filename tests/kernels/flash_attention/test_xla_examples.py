@@ -13,6 +13,7 @@ from tests.kernels.attention_cases import Case
 
 from ejkernel.kernels.flash_attention import _xla_blocks
 from ejkernel.kernels.flash_attention.common import Rules, describe
+from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.kernels.flash_attention.xla import Xla
 from ejkernel.ops import BwdParams, FwdParams
 
@@ -41,6 +42,19 @@ def test_results_are_those_of_all_examples_at_once(request):
     assert _xla_blocks.examples_at_once(describe(operands, CASE.rules), None, None) == 2
     for one, other in zip(both_directions(operands), expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_bias_is_part_of_a_single_block():
+    """A row may have nothing but the lowest float, or minus infinity."""
+    bias = jnp.zeros((1, 2, 24, 24)).at[0, 0, 3].set(jnp.finfo(jnp.float32).min).at[0, 1, 5].set(-jnp.inf)
+    case = dataclasses.replace(CASE, batch=1, bias=bias.shape)
+    operands = case.operands()
+    operands = operands._replace(bias=operands.bias + bias)
+    found = XLA.attend(operands, case.rules, FORWARD, keeps_lse=False)
+    expected = attention(operands, case.rules)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
