@@ -171,11 +171,34 @@ def test_the_headline_has_the_newest_step_of_each_program():
         )
 
     steps = [step("train:step", 5e3, "2026-02"), step("train:step", 8e3, "2026-01"), step("<b>:other", 1e4, "2026-01")]
-    text = Page(report_page.page([reported_call(step=each) for each in steps])).text
+    calls = [reported_call(step=each) for each in steps]
+    text = Page(report_page.page(calls)).text
     assert "step of train:step: 10.0 ms -> 5.00 ms, 2.00x" in text
     assert "8.00 ms" not in text
     assert "step of <b>:other: 10.0 ms -> 10.0 ms, 1.00x" in text
     assert "together" not in text
+    calls[1] = dataclasses.replace(calls[1], device="other")
+    text = Page(report_page.page(calls)).text
+    assert "step of train:step on other: 10.0 ms -> 8.00 ms" in text
+
+
+def test_programs_and_shares_of_their_steps_have_columns(tmp_path):
+    folder = tmp_path / "configs"
+    times = {"before_us": 200.0, "after_us": 100.0, "speedup": 2, "low": 1, "high": 1, "rounds": 9}
+    note = StepNote(target="train:step", mapping="each step maps 36 MiB anew", **times)
+    store = MeasurementStore(PersistentCache(folder, shipped=False))
+    for program, rows, notes in (("train:step", 8, [note]), ("other:step", 16, [])):
+        data = found(call(rows))
+        store.program, store.times = program, {data.key: 12}
+        store.save(data)
+        figures = data.summary_data()
+        for each in notes:
+            figures = each.added_to(figures)
+        store.cache.put(data.key, data.config, call=data.inv.description, measured=figures)
+    html = reported(folder, tmp_path)
+    assert re.findall(r'data-l="Program">(.*?)</td>', html) == ["other:step", "train:step"]
+    assert re.findall(r'data-l="Of step".*?>(.*?)</td>', html) == ["-", "24 %"]
+    assert "each step maps 36 MiB anew" in html
 
 
 def test_a_search_without_a_result_says_why(tmp_path):
@@ -306,6 +329,9 @@ def test_it_shows_how_often_a_run_makes_a_call_if_tune_knew(tmp_path, capsys):
     html = reported(folder, tmp_path)
     assert re.search(r'data-l="Times" class="n" data-v="12">12</td>', html)
     assert "12 times in a run of the tuned program" in html
+    store.program = "train:<b>"
+    store.save(data)
+    assert "12 times in a run of train:&lt;b&gt;" in reported(folder, tmp_path)
     capsys.readouterr()
     assert main(["report", "--cache", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["times"] == 12

@@ -70,7 +70,8 @@ class Findings(Shown):
         is_only_here: Whether the configuration is in force in this process, but no file holds it; `not_saved` says why.
         lacks_reference: Whether the budget left too little time to compile the reference, so that candidates were
             compared with the heuristic's results.
-        times: How often a run of the tuned program makes the call; 0 if unknown.
+        program: The program for which the call was tuned, as typed; empty if unknown.
+        times: How often a run of the program makes the call; 0 if unknown.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -87,6 +88,7 @@ class Findings(Shown):
     stays: Any = None
     is_only_here: bool = False
     lacks_reference: bool = False
+    program: str = ""
     times: int = 0
 
     @property
