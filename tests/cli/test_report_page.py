@@ -17,7 +17,9 @@ from tests.cli.searches import HOSTILE, SCRIPT, Page, Reported, Tile, call, fail
 
 from ejkernel.cli import main, report_data, report_page
 from ejkernel.ops import PersistentCache
+from ejkernel.ops.autotuner.measure.paired import compare
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
+from ejkernel.ops.autotuner.trials.challenge import Challenge
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.view import Failures, Row
 from ejkernel.ops.config.step_notes import StepNote
@@ -67,6 +69,21 @@ def test_it_shows_the_confirmation_run_and_the_best_so_far(page):
     label = "Best time by number of measurements: 4.0 us after 1, 3.0 us after 2, 2.0 us after 3, of 3"
     assert label in [attrs.get("aria-label") for attrs in page.all("div")]
     assert {"d": "M0 4H300V42H600V96H600"} in page.all("path")
+
+
+def test_a_candidate_that_memory_ruled_out_is_shown_beside_the_fastest_one_that_takes_no_more(tmp_path):
+    samples, peaks = {1: 4.0, 2: 3.9, 3: 3.97, 4: 3.98}, {1: 10 << 20, 2: 30 << 20, 3: 40 << 20, 4: 10 << 20}
+    outcomes = tuple(
+        dataclasses.replace(measured(Tile(n), *[time] * 20), peak_bytes=peaks[n]) for n, time in samples.items()
+    )
+    outcomes = tuple(
+        dataclasses.replace(one, measurement=dataclasses.replace(one.measurement, method="wall")) for one in outcomes
+    )
+    challenge = Challenge(Tile(2), compare([3.9e-6] * 20, [4e-6] * 20, more_bytes=20 << 20), is_confirmation=True)
+    data = AutotuneData(inv=call(), config=outcomes[0].config, outcomes=outcomes, seconds=1.0, challenge=challenge)
+    text = Page(reported(save(tmp_path / "configs", data), tmp_path)).text
+    assert "Result: too little for 20.0 MiB more memory, so the heuristic is kept." in text
+    assert "takes no more memory: order=row rows=4, 100% of the heuristic's time in the run of all candidates" in text
 
 
 def test_it_shows_the_throughput_of_a_kernel_with_a_cost(page):

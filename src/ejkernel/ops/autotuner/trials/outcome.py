@@ -129,6 +129,18 @@ class Findings(Shown):
         return ", ".join([measured, *others])
 
     @property
+    def why_alike(self) -> str:
+        """That all candidates compile to one program, as a sentence; empty if they do not, or one is not tried yet."""
+        others = self.outcomes[1:]
+        if not others or len(self.outcomes) < self.planned or any(one.status != Status.SAME for one in others):
+            return ""
+        part = "gradient rule" if ".bwd@" in self.key.op else "run"
+        return (
+            f"all {len(self.outcomes)} candidates compile to one program, so none is faster; if the kernel is yours, "
+            f"check that its {part} uses cfg"
+        )
+
+    @property
     def before(self) -> float | None:
         """Seconds per call with the heuristic; `None` if not measured."""
         return self.heuristic.seconds_on(self.key.call)
@@ -426,6 +438,7 @@ def remarks(search: Findings) -> list[str]:
     """Return further lines about a search: its cases, the decisive figures, interruptions and faults."""
     state = search.progress.state
     lines = [f"one configuration for {named_cases(search.cases)}"] if search.cases else []
+    lines += [search.why_alike] if search.why_alike else []
     lines += [] if search.challenge is None else [search.challenge.line(state, search.why)]
     if search.input_sets:
         lines.append(f"the winner matched the reference on {counted(search.input_sets, 'input set')}")
