@@ -96,7 +96,11 @@ aim = click.option(
     shell_complete=_targets,
     help="Device: here, nvidia_h100, nvidia_h200, tpu_v4, tpu_v5e, tpu_v5p, tpu_v6e or tpu7x.",
 )
-read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL_CACHE_DIR by default.")
+read_cache = click.option(
+    "--cache",
+    type=FOLDER,
+    help="Folder to read instead of EJKERNEL_CACHE_DIR and EJKERNEL_CACHE_LAYERS.",
+)
 
 
 @click.command()

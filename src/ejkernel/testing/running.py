@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ejkernel.ops.autotuner.bench.preparation import lowered
+from ejkernel.ops.autotuner.bench.preparation import lower
 from ejkernel.ops.autotuner.trials.candidates import LISTED, config_id, heuristic_of, program_digest
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
@@ -199,7 +199,7 @@ def _alike_rows(numbers: Numbers, configs: Sequence[Any]) -> Iterator[CheckRow]:
 def _are_alike(subject: Subject, inv: Invocation[Any, Any], configs: Sequence[Any]) -> bool:
     """Return whether a call has several configurations, and all lower to one program."""
     choices = (Choice(config=config, platform=subject.platform) for config in configs)
-    found = (program_digest(lowered(inv, choice).as_text()) for choice in choices)
+    found = (program_digest(lower(inv, choice).as_text()) for choice in choices)
     first = next(found, None)
     return first is not None and len(configs) > 1 and all(other == first for other in found)
 

@@ -186,12 +186,12 @@ class Preparation:
         choice = dataclasses.replace(self.oracle.choice, config=candidate.config)
         program = self.programs.get((number, config_id(candidate.config)))
         if program is not None:
-            return None, _Bundled(program, functools.partial(lowered, inv, choice))
+            return None, _Bundled(program, functools.partial(lower, inv, choice))
         program = None if self.compile_elsewhere is None else self.compile_elsewhere(inv, choice)
         if program is not None:
             return program.digest, program
-        program = lowered(inv, choice)
-        return program_digest(program.as_text()), program
+        lowered = lower(inv, choice)
+        return program_digest(lowered.as_text()), lowered
 
     def _check(self, candidate: Candidate, compiled: Any) -> None:
         check(self.oracle, candidate, compiled)
@@ -235,7 +235,7 @@ class Preparation:
                 self.finished(first)
 
 
-def lowered(inv: Invocation[Any, Any], choice: Choice) -> jax.stages.Lowered:
+def lower(inv: Invocation[Any, Any], choice: Choice) -> jax.stages.Lowered:
     """Return the program of a call."""
     return jax.jit(inv.node.flat(choice)).lower(*example_types(inv))
 
