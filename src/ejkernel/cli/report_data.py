@@ -158,8 +158,7 @@ def _with_shares(calls: Sequence[CallReport]) -> Iterator[CallReport]:
     steps = steps_of(calls)
     for call in calls:
         step = steps.get((call.program, call.device))
-        # A step is timed by the clock of the wall.
-        if step is None or call.tuned_us is None or call.times is None or call.note or not step.after_us > 0:
+        if step is None or call.tuned_us is None or call.times is None or not step.after_us > 0:
             yield call
         else:
             yield dataclasses.replace(call, share=call.tuned_us * call.times / step.after_us)
