@@ -213,9 +213,9 @@ def test_programs_and_shares_of_their_steps_have_columns(tmp_path):
             figures = each.added_to(figures)
         store.cache.put(data.key, data.config, call=data.inv.description, measured=figures)
     html = reported(folder, tmp_path)
-    assert re.findall(r'data-l="Program">(.*?)</td>', html) == ["other:step", "train:step"]
+    assert re.findall(r'data-l="Program" class="mono">(.*?)</td>', html) == ["other:<wbr>step", "train:<wbr>step"]
     assert re.findall(r'data-l="Of step".*?>(.*?)</td>', html) == ["-", "24 %"]
-    assert "each step maps 36 MiB anew" in html
+    assert '<p class="soft">each step maps 36 MiB anew</p>' in html
 
 
 def test_a_search_without_a_result_says_why(tmp_path):

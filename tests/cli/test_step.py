@@ -113,14 +113,14 @@ def choice(costs, *, left=lambda: 100.0, broken=()):
         return timed(name, 1.0 + sum(costs[call] for call in news))
 
     winners = [winner(call, gain) for gain, call in enumerate(costs)]
-    before = make("before", {each.key: "old" for each in winners})
+    before = make(step._BEFORE, {each.key: "old" for each in winners})
     return choose(winners, before, make, left)
 
 
 def test_the_memory_that_the_steps_map_anew_is_told_with_and_without_a_slower_step(monkeypatch):
     monkeypatch.setattr(step, "of_mapping", lambda builds: ", ".join(build.name for build in builds))
-    assert choice({"a": -0.1}).mapping == "before, after"
-    assert choice({"a": 0.1}).mapping == "before, after"
+    assert choice({"a": -0.1}).mapping == "without the new configurations, with them"
+    assert choice({"a": 0.1}).mapping == "without the new configurations, with them"
 
 
 def dropped(answer):
@@ -143,12 +143,12 @@ def test_a_step_that_only_seems_slower_is_undecided():
     class Noisy(Timed):
         def run(self):
             super().run()
-            self.samples[-1] *= 1.0 if self.name == "before" else next(noise)
+            self.samples[-1] *= 1.0 if self.name == step._BEFORE else next(noise)
 
     def make(name, configs):
         return Noisy(**vars(timed(name, 1.0)))
 
-    answer = choose([winner("a")], make("before", {}), make, lambda: 1.0)
+    answer = choose([winner("a")], make(step._BEFORE, {}), make, lambda: 1.0)
     assert answer.undecided
     assert not answer.dropped
 
@@ -175,7 +175,7 @@ def test_one_of_two_that_slow_the_step_only_together_is_kept_the_one_that_saves_
         return timed(name, {0: 1.0, 1: 0.9, 2: 1.1}[len(news)])
 
     winners = [winner("a", gain=1.0), winner("b", gain=2.0)]
-    answer = choose(winners, make("before", {}), make, lambda: 100.0)
+    answer = choose(winners, make(step._BEFORE, {}), make, lambda: 100.0)
     assert dropped(answer) == ["a"]
     assert answer.after == pytest.approx(0.9)
 

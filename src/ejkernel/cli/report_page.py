@@ -165,6 +165,7 @@ def page(calls: Sequence[CallReport], place: str = "") -> str:
         calls=calls,
         place=printable(place),
         gains=_gains(calls),
+        mappings=dict.fromkeys(printable(step.mapping) for step in steps_of(calls).values() if step.mapping),
         devices=sorted({call.device for call in calls}),
         rooflines=rooflines_of(calls),
         **_stamp(),
@@ -183,7 +184,7 @@ def _gains(calls: Sequence[CallReport]) -> list[tuple[str, str, str]]:
         (
             f"step of {printable(target)}{'' if is_one else f' on {device}'}",
             step.times,
-            "; ".join(filter(None, [how, printable(step.mapping)])),
+            how,
         )
         for (target, device), step in newest.items()
     ]

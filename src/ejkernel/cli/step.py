@@ -31,7 +31,9 @@ from ejkernel.ops.utils.formatting import durations, ratio
 _ROUNDS: Final = 100  # of a comparison, at most
 _RACE: Final = 10.0  # seconds of a comparison, at most, unless `FEWEST` rounds take longer
 _DOUBT: Final = 0.98  # of the speed: once a step was slower, a configuration must not seem to slow it by more
-_BEFORE, _AFTER, _KEPT, _NEXT = "before", "after", "kept", "next"
+# Names of builds.
+_BEFORE, _AFTER = "without the new configurations", "with them"
+_KEPT, _NEXT = "with those kept", "with one more"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
