@@ -10,8 +10,8 @@ import numpy as np
 
 from ejkernel.kernels._hopper import MULTIPROCESSORS
 
+from .backward_plan import BackwardProblem
 from .params import BackwardParams
-from .plan import BackwardProblem
 
 FEW_BLOCKS = 16 * MULTIPROCESSORS
 _ENDS = 8  # of a block of threads, in steps of 64 queries

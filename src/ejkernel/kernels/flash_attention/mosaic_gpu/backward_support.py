@@ -10,8 +10,7 @@ from ejkernel.kernels._hopper import MULTIPROCESSORS, SHARED_MEMORY
 from ejkernel.kernels.flash_attention.common import AttentionCall
 
 from .backward_order import FEW_BLOCKS, order_of
-from .params import BackwardParams
-from .plan import (
+from .backward_plan import (
     BackwardProblem,
     backward_problem,
     dquery_columns,
@@ -19,8 +18,9 @@ from .plan import (
     padded_dim,
     query_block_buffers,
     shared_bytes,
-    unavailable,
 )
+from .params import BackwardParams
+from .plan import unavailable
 
 _LARGEST_DIM = 256
 # Wider heads fit in registers only with division='products', which computes no gradient of a bias.
