@@ -267,6 +267,7 @@ def test_the_mapped_memory_and_the_share_of_the_step_are_printed_and_saved(progr
     assert data["share"] == pytest.approx(data["tuned_us"] / 0.9e6)
 
 
+@pytest.mark.slow
 def test_the_search_of_a_dropped_winner_shows_what_is_in_force(program, capsys, slower):
     tune(capsys, "step")
     (search,) = MeasurementStore("saved").searches()
@@ -316,10 +317,12 @@ def test_a_step_that_should_not_run_is_not_compared_unless_asked(program, capsys
     assert "\nstep: " in tune(capsys, target, "--check-step")[1]
 
 
+@pytest.mark.slow
 def test_the_step_of_a_small_program_given_by_types_runs_with_random_arrays(program, capsys):
     assert "\nstep: " in tune(capsys, "types")[1]
 
 
+@pytest.mark.slow
 def test_the_step_is_not_run_if_the_user_says_so_and_compared_by_a_later_run(program, capsys):
     assert "\nstep: " not in tune(capsys, "step", "--no-check-step")[1]
     _, out, err = tune(capsys, "step")
@@ -328,6 +331,7 @@ def test_the_step_is_not_run_if_the_user_says_so_and_compared_by_a_later_run(pro
     assert "\nstep: " not in tune(capsys, "step")[1]
 
 
+@pytest.mark.slow
 def test_an_undecided_step_is_compared_again_by_the_next_run(program, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         chosen = step.choose
@@ -354,6 +358,7 @@ def test_a_long_step_is_not_compared(program, capsys, monkeypatch):
     assert "step not compared: that takes about 960 s more" in tune(capsys, "step")[1]
 
 
+@pytest.mark.slow
 def test_an_interruption_leaves_the_winners_saved_for_a_later_comparison(program, capsys, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
@@ -368,6 +373,7 @@ def test_an_interruption_leaves_the_winners_saved_for_a_later_comparison(program
     assert "\nstep: " in tune(capsys, "step")[1]
 
 
+@pytest.mark.slow
 def test_an_entry_that_another_process_replaced_meanwhile_is_left_alone(program, capsys, slower, monkeypatch):
     chosen = step.choose
 
