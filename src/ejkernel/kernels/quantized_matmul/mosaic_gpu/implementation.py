@@ -153,7 +153,7 @@ class MosaicGpu(QuantizedProduct[QuantizedMatmulCall]):
 
         def cost(params: MosaicGpuParams) -> tuple[float, int]:
             plan = few_rows_plan(call, params)
-            return (plan.bytes_per_program() if plan.wide else plan.columns_per_program), -params.block_n
+            return (plan.cost() if plan.wide else plan.columns_per_program), -params.block_n
 
         return min(deepest.values(), key=cost)
 
