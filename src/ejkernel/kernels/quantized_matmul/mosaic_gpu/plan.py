@@ -36,7 +36,8 @@ ROWS_WITH_SHORT_TILES = range(256, 1024)
 _OUT_SCALES = 1024  # bytes of the scales of a tile's rows, and the alignment of what follows
 _TILES_FOR_CLUSTERS = 16  # rows of tiles; if their number is odd, two blocks compute the last one
 _CACHED = 0.15  # cost of bytes that lie in the L2 cache
-_LEAST_STEP = 13_500  # bytes that are read during a step of few columns
+_PER_STEP = 1_000  # bytes that are read while a step begins
+_LEAST_STEP = 15_000  # bytes that are read during a step of few columns
 _SPLIT = 20_000  # bytes that are read while the results of a split are summed
 _PART = 128  # columns that share an accumulator: 256 columns of it do not fit beside as many sums in registers
 
@@ -357,7 +358,7 @@ class FewRowsPlan:
         The factors were fitted to a few shapes on one H200.
         """
         rows = self.tile_rows * STEP * jnp.dtype(self.dtype).itemsize  # they come from the L2 cache
-        step = max(self.tile_columns * STEP + _CACHED * rows, _LEAST_STEP)
+        step = max(self.tile_columns * STEP + _CACHED * rows + _PER_STEP, _LEAST_STEP)
         tiles = -(-self.column_tiles * self.splits // self.programs)
         summed = 8 * math.prod(self.result_shape) / MULTIPROCESSORS + _SPLIT * self.splits if self.splits > 1 else 0
         return tiles * self.steps * step + summed
