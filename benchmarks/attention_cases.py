@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -325,9 +327,10 @@ def _multiple_of_8(rng: np.random.Generator, most: int) -> int:
     return 8 * int(rng.integers(1, most // 8 + 1))
 
 
-def widely_drawn_names(seed: int, count: int) -> list[str]:
-    """Return names of such cases, as `case_named` takes them."""
-    return [f"{seed}-{number} {words_of(widely_drawn(seed, number))}" for number in range(count)]
+def widely_drawn_names(seed: int, count: int, kinds: Sequence[str] = KINDS) -> list[str]:
+    """Return names of such cases, as `case_named` takes them; only of these kinds."""
+    numbers = (number for number in itertools.count() if KINDS[number % len(KINDS)] in kinds)
+    return [f"{seed}-{number} {words_of(widely_drawn(seed, number))}" for number in itertools.islice(numbers, count)]
 
 
 def case_named(name: str) -> Case:
@@ -344,13 +347,14 @@ def case_named(name: str) -> Case:
 
 
 _IN_WORDS = re.compile(
-    r"(causal|full) B(\d+) T(\d+) H(\d+)/(\d+) D(\d+)(?:/(?P<value_dim>\d+))?"
-    r"(?P<lengths> lengths)?(?: (?P<dtype>float16|float32))?(?P<sinks> sinks)?(?: window (?P<window>\d+))?"
+    r"(causal|full) B(\d+) T(\d+) H(\d+)/(\d+) D(\d+)(?:/(?P<value_dim>\d+))?(?P<bias> bias)?"
+    r"(?P<lengths> lengths)?(?: (?P<dtype>float16|float32))?(?P<shared> shared bias, mask)?"
+    r"(?P<sinks> sinks)?(?: window (?P<window>\d+))?"
 )
 
 
 def _case_in_words(found: re.Match[str]) -> Case:
-    """Return the case whose words are `found`; it has no bias, segments or soft cap."""
+    """Return the case whose words are `found`; it has no segments or soft cap."""
     batch, seq, heads, groups, dim = map(int, found.groups()[1:6])
     return Case(
         batch=batch,
@@ -359,7 +363,9 @@ def _case_in_words(found: re.Match[str]) -> Case:
         dims=(dim, int(found["value_dim"] or dim)),
         causal=found[1] == "causal",
         window=None if found["window"] is None else int(found["window"]),
+        bias=found["bias"] is not None,
         lengths=found["lengths"] is not None,
+        shared=found["shared"] is not None,
         dtype=found["dtype"] or "bfloat16",
         sinks=found["sinks"] is not None,
     )

@@ -226,6 +226,40 @@ def widened_pairs(pairs: Any, dtype: str, wide: str = "float16") -> tuple[Any, A
     return first, second
 
 
+def widened_bfloat16(array: Any) -> Any:
+    """Return a bfloat16 matrix in float32, in a Mosaic GPU kernel, with one instruction for each number.
+
+    Args:
+        array: In the layout of a product's result.
+    """
+    from jax.experimental.mosaic import gpu
+    from jax.experimental.mosaic.gpu import utils
+    from jax.experimental.pallas import mosaic_gpu
+    from jaxlib.mlir import dialects, ir
+    from jaxlib.mlir.dialects import vector
+
+    plgpu: Any = mosaic_gpu
+    arith: Any = dialects.arith  # its stubs lack the values of constants
+    layout = plgpu.Layout.WGMMA
+    wide = plgpu.ShapeDtypeStruct(array.shape, jnp.float32, layout=layout)
+
+    def widened(register: Any) -> Any:
+        word, single = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        both = utils.bitcast(register, word)
+        low = arith.shli(both, arith.constant(word, 16))
+        high = arith.andi(both, arith.constant(word, -(2**16)))
+        return vector.from_elements(ir.VectorType.get((2,), single), [utils.bitcast(x, single) for x in (low, high)])
+
+    def convert(context: Any, array: Any) -> Any:
+        del context
+        registers = np.empty_like(array.registers)
+        for index, register in np.ndenumerate(array.registers):
+            registers[index] = widened(register)
+        return gpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
+
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=wide)(convert)(array)
+
+
 def ragged_dot_mgpu(lhs: Any, rhs: Any, group_sizes: Any, **layout: Any) -> Any:
     """Return the grouped product of JAX's Hopper kernel; rows past the last group are uninitialised."""
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu as module

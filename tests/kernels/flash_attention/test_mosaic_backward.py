@@ -28,6 +28,7 @@ from ejkernel.kernels.flash_attention.common import (
 )
 from ejkernel.kernels.flash_attention.mosaic_gpu import visibility
 from ejkernel.kernels.flash_attention.mosaic_gpu.backward_order import order_of
+from ejkernel.kernels.flash_attention.mosaic_gpu.backward_plan import backward_problem
 from ejkernel.kernels.flash_attention.mosaic_gpu.backward_support import (
     heuristic,
     is_deterministic,
@@ -36,7 +37,6 @@ from ejkernel.kernels.flash_attention.mosaic_gpu.backward_support import (
     unsupported_reason,
 )
 from ejkernel.kernels.flash_attention.mosaic_gpu.params import BackwardParams
-from ejkernel.kernels.flash_attention.mosaic_gpu.plan import backward_problem
 from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import (
     Blocks,
     packed,
@@ -164,7 +164,7 @@ def test_a_mask_may_hide_whole_tiles(mosaic, monkeypatch, few):
     """Only in large calls are these tiles found before the kernel."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    monkeypatch.setattr(mosaic, "FEW_SCORES", few)
+    monkeypatch.setattr(mosaic, "_FEW_SCORES", few)
     case = Small(queries=64, keys=256, bias=(1, 1, 64, 256), mask=(1, 1, 1, 256))
     assert mosaic.skips_hidden(mosaic.backward_problem(described(case))) == (few == 0)
     operands, _, dout, _ = operands_and_residuals(case)

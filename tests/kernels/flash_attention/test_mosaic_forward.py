@@ -111,6 +111,7 @@ def assert_close(found, expected, dtype="bfloat16"):
         (Small(heads=2, segments=True, rules=CAUSAL), PACKED),
         (Small(bias=(1, 1, 70, 70), mask=(1, 1, 70, 70)), ONE),
         (Small(batch=2, bias=(1, 1, 1, 70), mask=(2, 1, 1, 70)), ONE),
+        (Small(batch=2, bias=(1, 1, 70, 70), mask=(2, 1, 1, 70)), dataclasses.replace(ONE, kv_block=64)),
         (Small(bias=(1, 1, 70, 1), mask=(1, 1, 70, 1), head_dim=20), ONE),
         (Small(heads=2, rules=Rules(scale=0.2, right=0, dropout_rate=0.3)), TWO),
         (Small(bias=(1, 1, 70, 70), mask=(1, 1, 1, 70), rules=LATE_CAP), ONE),
@@ -139,6 +140,7 @@ def assert_close(found, expected, dtype="bfloat16"):
         "segments",
         "bias and mask",
         "bias and mask of keys",
+        "mask of keys in the dtype of the bias",
         "of rows",
         "dropout",
         "soft cap after bias",
@@ -590,8 +592,8 @@ def test_wide_heads_with_lengths_are_persistent_unless_there_is_one_example():
 
 
 def test_only_masks_of_many_keys_need_a_table():
-    few, many = (Case(batch=8, queries=n, keys=n, heads=8, groups=8, mask=(8, 1, 1, n)) for n in (256, 1024))
-    whole = dataclasses.replace(few, mask=(8, 1, 256, 256))
+    few, many = (Case(batch=8, queries=n, keys=n, heads=8, groups=8, mask=(8, 1, 1, n)) for n in (512, 2048))
+    whole = dataclasses.replace(few, mask=(8, 1, 512, 512))
     assert [plan.forward_plan(described(case), ForwardParams()).table for case in (few, many, whole)] == [0, 1, 1]
 
 

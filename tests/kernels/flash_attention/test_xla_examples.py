@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from tests.kernels.attention_cases import Case
 
 from ejkernel.kernels.flash_attention import _xla_blocks
 from ejkernel.kernels.flash_attention.common import Rules, describe
+from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.kernels.flash_attention.xla import Xla
 from ejkernel.ops import BwdParams, FwdParams
 
@@ -41,6 +43,18 @@ def test_results_are_those_of_all_examples_at_once(request):
     assert _xla_blocks.examples_at_once(describe(operands, CASE.rules), None, None) == 2
     for one, other in zip(both_directions(operands), expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_bias_is_part_of_a_single_block():
+    """A row may have nothing but the lowest float, or minus infinity."""
+    bias = jnp.zeros((1, 2, 24, 24)).at[0, 0, 3].set(jnp.finfo(jnp.float32).min).at[0, 1, 5].set(-jnp.inf)
+    case = dataclasses.replace(CASE, batch=1, bias=bias.shape)
+    operands = case.operands()
+    operands = operands._replace(bias=operands.bias + bias)
+    found, expected = (attend(operands, case.rules) for attend in (partial(XLA.attend, params=FORWARD), attention))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

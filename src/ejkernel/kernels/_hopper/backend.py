@@ -55,6 +55,11 @@ class Hopper:
         powers: jax.Array = exp2_by_fma(x)
         return powers
 
+    def widened(self, x: jax.Array) -> jax.Array:
+        """Return a matrix of floating-point numbers, in the layout of a product's result, in float32."""
+        wide: jax.Array = compat.widened_bfloat16(x) if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
+        return wide
+
     def copy_if(self, condition: Any, source: Any, target: Any, barrier: Any) -> None:
         """Start a copy from global to shared memory if the condition holds; the barrier is told in either case."""
         plgpu.copy_gmem_to_smem(source, target, barrier, predicate=condition)
@@ -92,7 +97,7 @@ class Hopper:
         )
         return loaded
 
-    def widened(self, pairs: jax.Array, dtype: str, wide: str = "float16") -> tuple[jax.Array, jax.Array]:
+    def widened_pairs(self, pairs: jax.Array, dtype: str, wide: str = "float16") -> tuple[jax.Array, jax.Array]:
         """Return the first and the second numbers of pairs, in float16 or, if they are int8, in bfloat16."""
         return compat.widened_pairs(pairs, dtype, wide)
 
@@ -143,6 +148,10 @@ class Interpreter:
         """See `Hopper.exp2_by_fma`; compiled for a CPU, XLA would simplify its sums as if they were exact."""
         return jnp.exp2(x)
 
+    def widened(self, x: jax.Array) -> jax.Array:
+        """See `Hopper.widened`."""
+        return x.astype(jnp.float32)
+
     def copy_if(self, condition: Any, source: Any, target: Any, barrier: Any) -> None:
         """See `Hopper.copy_if`."""
         pl.when(condition)(lambda: plgpu.copy_gmem_to_smem(source, target, barrier))
@@ -181,8 +190,8 @@ class Interpreter:
         pairs = lax.slice_in_dim(pairs, columns.start, columns.start + columns.size, axis=1)
         return pairs.T if transposed else pairs
 
-    def widened(self, pairs: jax.Array, dtype: str, wide: str = "float16") -> tuple[jax.Array, jax.Array]:
-        """See `Hopper.widened`."""
+    def widened_pairs(self, pairs: jax.Array, dtype: str, wide: str = "float16") -> tuple[jax.Array, jax.Array]:
+        """See `Hopper.widened_pairs`."""
         found = lax.bitcast_convert_type(pairs, jnp.dtype(dtype)).astype(wide)
         return found[..., 0], found[..., 1]
 

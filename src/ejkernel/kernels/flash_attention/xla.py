@@ -111,7 +111,7 @@ class Xla(AttentionImplementation):
             return cast(Residuals, split)
         grid = grid_of(call, params)
         blocks = grid.split(unify_varying(operands))
-        if len(grid.pairs) == 1 and blocks.bias is None and blocks.dropout_key is None and is_on_gpu(call):
+        if len(grid.pairs) == 1 and blocks.dropout_key is None and is_on_gpu(call):
             out, lse = _attend_at_once(blocks, grid)
             return grid.join_queries(out.astype(operands.query.dtype)), grid.join_rows(lse)
         rows = (grid.query_blocks, *blocks.query.shape[1:5])

@@ -19,10 +19,11 @@ from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgro
 from ejkernel.kernels._hopper.pipeline import Pipeline, unrolled_producer_tail
 
 from .backward_order import order_of
+from .backward_plan import BackwardProblem, bias_in_tiles, dquery_columns, key_block_buffers
 from .masks import WGMMA, BackwardInputs, ScoreTerms, ScoreTile, block_range, broadcast_index, key_limit, zeros
 from .matrices import Matrices
 from .params import BackwardParams
-from .plan import REGISTERS, BackwardProblem, bias_in_tiles, dquery_columns, key_block_buffers
+from .plan import REGISTERS
 from .visibility import BlockRange
 
 
@@ -348,9 +349,9 @@ class KeyBlockKernel:
         else:
             part = self.backend.views(buffer, 2)[0].at[stage, warpgroup]
         bias: jax.Array = plgpu.load(part.transpose((1, 0)), layout=WGMMA, optimized=False)
-        plgpu.commit_smem()  # orders the read before the next copy into the stage
+        self.backend.order_reads()
         pipeline.consumer_release(stage)
-        return bias.astype(jnp.float32)
+        return self.backend.widened(bias)
 
     def key_columns(self, block: KeyBlock, slab: Any, first: Any, count: int) -> list[Any]:
         """Return `count` columns of 64 keys, in pieces; `first` may depend on the warpgroup."""

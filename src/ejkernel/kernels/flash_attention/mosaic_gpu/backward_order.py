@@ -10,8 +10,8 @@ import numpy as np
 
 from ejkernel.kernels._hopper import MULTIPROCESSORS
 
+from .backward_plan import BackwardProblem
 from .params import BackwardParams
-from .plan import BackwardProblem
 
 FEW_BLOCKS = 16 * MULTIPROCESSORS
 _ENDS = 8  # of a block of threads, in steps of 64 queries
@@ -46,7 +46,7 @@ def order_of(problem: BackwardProblem, params: BackwardParams) -> Order:
     gradients of 8,192 queries of 64 heads took 9,319 us if all heads alternate, and 5,018 us two by two.
     """
     parts = problem.groups * params.head_parts
-    steps = _steps(problem, params.keys) * (problem.heads // parts) + _ENDS
+    steps = block_steps(problem, params.keys) * (problem.heads // parts) + _ENDS
     divisors = (count for count in range(parts, 0, -1) if parts % count == 0)
     orders = [
         Order(together, _time(problem, params, steps, together)) for together in (*divisors, parts * problem.batch)
@@ -78,7 +78,7 @@ def _time(problem: BackwardProblem, params: BackwardParams, steps: np.ndarray, t
     return max(busiest, copies) + hidden * min(busiest, copies)
 
 
-def _steps(problem: BackwardProblem, keys: int) -> np.ndarray:
+def block_steps(problem: BackwardProblem, keys: int) -> np.ndarray:
     """Return the steps of 64 queries of one head that see each block of keys."""
     rules = problem.rules
     key = np.arange(-(-problem.keys // keys)) * keys - problem.ahead

@@ -14,6 +14,7 @@ from ejkernel.kernels._hopper.backend import Backend
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu
 from ejkernel.kernels._hopper.pipeline import Pipeline, unrolled_producer_tail
 
+from .backward_plan import BackwardProblem, query_block_buffers
 from .masks import (
     WGMMA,
     BackwardInputs,
@@ -30,7 +31,7 @@ from .masks import (
 )
 from .matrices import Matrices
 from .params import BackwardParams
-from .plan import REGISTERS, BackwardProblem, query_block_buffers
+from .plan import REGISTERS
 from .visibility import BlockRange
 
 

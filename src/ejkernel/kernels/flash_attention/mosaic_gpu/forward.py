@@ -91,7 +91,7 @@ class ForwardKernel:
             out=out,
             bias=None if bias is None else self._pieces(rows, self.plan.bias_columns, bias.dtype),
             mask=None if inputs.mask is None else plgpu.SMEM(self._mask_shape, jnp.int32),
-            key_bias=None if inputs.key_bias is None else plgpu.SMEM(block, jnp.float32),
+            key_bias=None if inputs.key_bias is None else plgpu.SMEM(block, inputs.key_bias.dtype),
             key_segments=None if inputs.key_segments is None else plgpu.SMEM(block, jnp.int32),
         )
 

@@ -24,6 +24,7 @@ from .plan import ROWS, SMALL_CAP, ForwardPlan
 
 _LAYOUT = plgpu.Layout.WGMMA
 _BY_ROW, _BY_KEY = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
+_HUGE = 2.0**26  # of a logit: its neighbours in float32 are 8 apart
 _LOWEST = float(np.finfo(np.float32).min)  # the first maximum: finite, so that -inf minus it is -inf and not NaN
 
 
@@ -339,9 +340,13 @@ class ForwardConsumer:
         exponent, new_max, decay = self._exponent, row_max, None
         if self._fixed_max is not None:
             weights = self._exp2(logits * exponent - self._fixed_max, masked)
-        elif self.plan.adds:  # differences first: a bias may be the lowest float
+        elif self.plan.adds:
             new_max = jnp.maximum(row_max, logits.max(axis=1))
-            weights = jnp.exp2((logits - along_rows(new_max, logits.shape)) * exponent)
+            # The product with a huge maximum, such as the lowest float, is rounded too coarsely, or infinite. There the
+            # logits' own rounding decides the weights, to any base.
+            by_row = jnp.where(jnp.abs(new_max) > _HUGE, 1.0, exponent)
+            shift = along_rows(new_max * by_row, logits.shape)
+            weights = jnp.exp2(logits * along_rows(by_row, logits.shape) - shift)
             decay = jnp.exp2((row_max - new_max) * exponent)
         else:
             new_max = jnp.maximum(row_max, logits.max(axis=1) * exponent)
@@ -379,8 +384,10 @@ class ForwardConsumer:
             pieces = self.memory.bias(stage, self.warpgroup)
             parts = [plgpu.load(piece.tiles, layout=_LAYOUT, optimized=False) for piece in pieces]
             bias = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
-            scores = scores + bias.astype(jnp.float32)
-        if plan.key_bias or (plan.key_mask and masked):
+            if plan.packs_mask and masked:
+                bias = bias + self._by_key(buffers.key_bias, stage)
+            scores = scores + self.backend.widened(bias)
+        if plan.key_bias or (plan.key_mask and masked and not plan.packs_mask):
             scores = scores + self._by_key(buffers.key_bias, stage)
         if plan.caps_late:  # the cap would make a bias of minus infinity finite
             cap = cast(float, plan.rules.soft_cap)
@@ -392,7 +399,7 @@ class ForwardConsumer:
         if plan.segments and masked:
             own = self._by_key(buffers.key_segments, stage) == along_rows(self.segments, self.square)
             scores = jnp.where(own, scores, -jnp.inf)
-        plgpu.commit_smem()  # orders these reads before the next copy into the stage
+        self.backend.order_reads()
         extra.consumer_release(stage)
         return scores
 

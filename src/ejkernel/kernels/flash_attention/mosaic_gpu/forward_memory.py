@@ -26,7 +26,7 @@ class ForwardInputs(NamedTuple):
         table: `[batch or 1, heads or 1, tiles, 4]`, int32; see `visibility`.
         query_segments, key_segments: `[batch, 1, padded to whole tiles or blocks]`, int32.
         key_lengths: `[batch]`, int32, at most the number of keys.
-        key_bias: `[batch or 1, heads or 1, padded to whole blocks]`, float32.
+        key_bias: `[batch or 1, heads or 1, padded to whole blocks]`, float32, or in the dtype of `bias`.
         bias: `[batch or 1, heads or 1, queries, keys]`.
         mask: `[batch or 1, heads or 1, keys / 32, queries]`, padded; one bit per key, set where it is visible.
         sinks: `[heads]`, float32.

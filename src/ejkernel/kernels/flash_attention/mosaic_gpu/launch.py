@@ -24,8 +24,9 @@ from ejkernel.kernels.flash_attention.common import (
     with_sinks,
 )
 
+from .backward_plan import BackwardProblem, backward_problem, bias_in_tiles
 from .params import BackwardParams, ForwardParams
-from .plan import FEW_SCORES, BackwardProblem, ForwardPlan, backward_problem, bias_in_tiles, forward_plan
+from .plan import ForwardPlan, forward_plan
 from .schedule import schedule
 from .visibility import (
     Blocks,
@@ -37,6 +38,8 @@ from .visibility import (
     ranges_of_queries,
 )
 from .wide_support import is_wide
+
+_FEW_SCORES = 1 << 24  # of a call: its backward visits all tiles, also those that a mask hides
 
 # Forward.
 
@@ -140,8 +143,10 @@ def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
     if plan.key_bias or plan.key_mask:
         terms = [] if bias is None or not plan.key_bias else [bias.astype(jnp.float32)]
         if mask is not None and plan.key_mask:
-            terms.append(jnp.where(mask, 0.0, -jnp.inf).astype(jnp.float32))
-        extras["key_bias"] = _pad_axis(sum(terms[1:], terms[0])[:, :, 0], 2, block)
+            terms.append(
+                jnp.where(mask, 0.0, -jnp.inf).astype(extras["bias"].dtype if plan.packs_mask else jnp.float32)
+            )
+        extras["key_bias"] = _pad_axis(sum(terms[1:], terms[0])[:, :, 0], 2, block, -jnp.inf)
     return extras
 
 
@@ -285,7 +290,7 @@ def _run_backward(
 
 def skips_hidden(problem: BackwardProblem) -> bool:
     """Return whether tiles that a mask hides are found before the kernels, which takes six small kernels of XLA."""
-    return problem.mask and problem.batch * problem.heads * problem.queries * problem.keys > FEW_SCORES
+    return problem.mask and problem.batch * problem.heads * problem.queries * problem.keys > _FEW_SCORES
 
 
 def _sum_of_parts(x: jax.Array, parts: int) -> jax.Array:

@@ -15,7 +15,7 @@ from ejkernel.kernels._hopper.launch import plgpu
 from ejkernel.kernels._numbers import LOG2_E
 from ejkernel.kernels.flash_attention.common import Rules, keeps
 
-from .plan import BackwardProblem
+from .backward_plan import BackwardProblem
 from .visibility import BlockRange
 
 WGMMA = plgpu.Layout.WGMMA

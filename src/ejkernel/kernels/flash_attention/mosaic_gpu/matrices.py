@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from ejkernel.kernels._hopper.backend import Backend
 from ejkernel.kernels._hopper.launch import plgpu, swizzled, tiled
 
-from .plan import Buffer
+from .backward_plan import Buffer
 
 
 class Matrices:

@@ -221,7 +221,7 @@ class _Kernel:
             values = [self.buffers.cache.at[stage, :, columns].transpose((1, 0))]
         else:
             pipeline.consumer_release(stage)  # the values are in registers
-            values = list(backend.widened(pairs, plan.cache_dtype))
+            values = list(backend.widened_pairs(pairs, plan.cache_dtype))
 
         def multiply(sums: Any) -> None:
             for part, value in zip(sums, values, strict=True):
@@ -238,7 +238,7 @@ class _Kernel:
 
         if plan.is_narrow:
             pairs = backend.load_pairs(self.buffers.cache, stage, pl.ds(0, plan.head_dim // 2))
-            keys = list(backend.widened(pairs, plan.cache_dtype))
+            keys = list(backend.widened_pairs(pairs, plan.cache_dtype))
         else:
             keys = [self.buffers.cache.at[stage, :, pl.ds(piece * PIECE, PIECE)] for piece in range(plan.pieces)]
 

@@ -267,7 +267,7 @@ class WideRowsKernel(FewRowsKernel):
             stage = self.pipeline.stage(tile.first + i)
             self.pipeline.consumer_wait(stage)
             pairs = self.backend.load_pairs(self.pairs, self._number(stage, warpgroup), pl.ds(0, HALF))
-            halves = self.backend.widened(pairs, plan.w_dtype, plan.dtype)
+            halves = self.backend.widened_pairs(pairs, plan.w_dtype, plan.dtype)
             [found] = self.backend.accumulate(functools.partial(self._multiply_halves, stage, halves), sums)
             self.pipeline.consumer_release(stage)
             return found
