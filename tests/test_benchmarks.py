@@ -182,6 +182,7 @@ def test_rows_measured_again_take_the_places_of_the_old_ones():
 # --- attention_near: candidates near the heuristic ---
 
 
+@pytest.mark.slow
 def test_a_draw_is_tuned_from_the_heuristic_by_different_changes():
     if reason := compat.mosaic_gpu_reason():
         pytest.skip(reason)

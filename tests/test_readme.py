@@ -119,6 +119,7 @@ def test_troubleshooting_has_every_error_and_warning():
     assert described == public - {"EjkernelError", "EjkernelWarning"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", re.findall(r"^\| `(.*?)` \|", TEXTS[ROOT / "docs" / "troubleshooting.md"], re.M))
 def test_messages_in_troubleshooting_exist_in_the_source(message):
     assert any(message in text for text in _texts_of_the_package())

@@ -228,6 +228,7 @@ def test_an_operation_that_is_slower_than_its_reference_is_said_to_be(capsys, mo
     assert "Slow programs" not in printed
 
 
+@pytest.mark.slow
 def test_an_operation_is_compared_with_the_measured_peak_of_the_device(capsys, monkeypatch):
     monkeypatch.setattr(peaks, "_least", lambda function, *args: 1.0)  # a millisecond for the product and for the copy
     call = ["--op", "rms_norm", "--shape", "f32[8,16]", "--rounds", "6", "--measure-peak"]
@@ -262,6 +263,7 @@ def test_the_gradient_of_a_loss_is_the_call_of_a_training_step(capsys, name, mor
     assert ("A program that differentiates a mean or a sum" in found["note"]) == bool(more)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_losses_per_token_is_measured_by_their_name(capsys):
     assert main(["bench", "--op", "token_log_probs", *LOSS, "--gradient"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -251,6 +251,7 @@ def test_a_step_without_new_configurations_is_unchanged(program, capsys, monkeyp
     assert "unchanged" not in tune(capsys, "step")[2]
 
 
+@pytest.mark.slow
 def test_the_search_of_a_dropped_winner_shows_what_is_in_force(program, capsys, slower):
     tune(capsys, "step")
     (search,) = MeasurementStore("saved").searches()
@@ -299,10 +300,12 @@ def test_a_step_that_should_not_run_is_not_compared_unless_asked(program, capsys
     assert "\nstep: " in tune(capsys, target, "--check-step")[2]
 
 
+@pytest.mark.slow
 def test_the_step_of_a_small_program_given_by_types_runs_with_random_arrays(program, capsys):
     assert "\nstep: " in tune(capsys, "types")[2]
 
 
+@pytest.mark.slow
 def test_the_step_is_not_run_if_the_user_says_so_and_compared_by_a_later_run(program, capsys):
     assert "\nstep" not in tune(capsys, "step", "--no-check-step")[2]
     _, _, err = tune(capsys, "step")
@@ -311,6 +314,7 @@ def test_the_step_is_not_run_if_the_user_says_so_and_compared_by_a_later_run(pro
     assert "\nstep: " not in tune(capsys, "step")[2]
 
 
+@pytest.mark.slow
 def test_an_undecided_step_is_compared_again_by_the_next_run(program, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         chosen = step.choose
@@ -337,6 +341,7 @@ def test_a_long_step_is_not_compared(program, capsys, monkeypatch):
     assert "step not compared: that takes about 960 s more" in tune(capsys, "step")[2]
 
 
+@pytest.mark.slow
 def test_an_interruption_leaves_the_winners_saved_for_a_later_comparison(program, capsys, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
@@ -351,6 +356,7 @@ def test_an_interruption_leaves_the_winners_saved_for_a_later_comparison(program
     assert "\nstep: " in tune(capsys, "step")[2]
 
 
+@pytest.mark.slow
 def test_an_entry_that_another_process_replaced_meanwhile_is_left_alone(program, capsys, slower, monkeypatch):
     chosen = step.choose
 

@@ -72,6 +72,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", CALLS, ids=lambda made: made.__name__)
 def test_calls_are_refused_with_an_alternative_or_the_heuristic_surely_fits(made):
     implementation, dice, accepted = made(), random.Random(25), 0

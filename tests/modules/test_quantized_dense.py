@@ -63,6 +63,7 @@ def test_a_trained_layer_with_blocks_follows_the_gradients_of_the_plain_one():
     assert relative(blocks(x, w), quantize(x, block=128).dequantize() @ squares) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_trained_layer_learns():
     x, wanted, w = normal(64, 32), normal(32, 16, seed=1), jnp.zeros((32, 16))
     step = jax.jit(lambda w: w - 0.1 * jax.grad(lambda w: jnp.square(quantized_dense(x, w) - x @ wanted).sum() / 64)(w))
@@ -89,6 +90,7 @@ def steps(x, w, target, count, **options):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradient_dtype", [E5M2, E4M3])
 def test_the_gradient_of_a_history_is_the_next_history(gradient_dtype):
     x, w, target = normal(3, 8, 64), normal(64, 32, seed=1), normal(3, 8, 32, seed=2)

@@ -56,6 +56,7 @@ def test_calls_over_a_mesh_split_by_rows_groups_columns_and_k(spec, kind):
     np.testing.assert_allclose(found, plain(lhs, rhs), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_rows_outside_all_groups_and_other_groups_have_no_effect():
     lhs, rhs = normal(16, 256).at[3].set(jnp.nan), normal(4, 128, 256, seed=1)
     lhs = lhs.at[14:].set(jnp.inf)  # rows 14 and 15 belong to no group
@@ -83,6 +84,7 @@ def test_a_qwix_array_and_factors_of_rows():
     np.testing.assert_allclose(*gradients, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -116,6 +118,7 @@ def test_differentiating_a_quantised_operand_raises():
         )
 
 
+@pytest.mark.slow
 def test_examples_are_quantised_as_the_call_is():
     lhs, rhs = operands("blocks")
     operation = QuantizedGroupedMatmul()

@@ -98,6 +98,7 @@ def test_a_number_is_quantised_without_axes():
     assert float(quantize(jnp.float32(-3.0), axis=None).dequantize()) == -3.0
 
 
+@pytest.mark.slow
 def test_a_last_block_may_be_shorter():
     made = quantize(normal(300, 5), block=(128, None), axis=(0, 1))
     assert made.scale.shape == (3, 1)

@@ -536,6 +536,7 @@ def test_tangents_and_second_derivatives_need_an_implementation_that_jax_can_dif
         jax.jvp(functools.partial(SCALE, implementation="fast"), (EVEN,), (EVEN,))
 
 
+@pytest.mark.slow
 def test_a_given_configuration_that_jax_cannot_differentiate_takes_anothers_tangents():
     cfg = ScaleConfig(implementation="fast")
     function = functools.partial(SCALE, cfg=cfg)

@@ -19,6 +19,7 @@ def total(x, *, rows=1):
     return x.reshape(rows, -1).sum(0).sum()
 
 
+@pytest.mark.slow
 def test_each_step_that_begins_is_planned(monkeypatch):
     lines, begin = [], Steps.begin
     monkeypatch.setattr(Steps, "begin", lambda self, name: (begin(self, name), lines.append(self.line())))

@@ -152,10 +152,11 @@ def tune(**options: Any) -> int:
     arguments and returns the program with its arguments: (callable, args) or (callable, args, kwargs). Arguments may be
     jax.ShapeDtypeStruct. The configurations are saved and take effect when the program next starts.
 
-    A configuration that wins by itself may slow the whole step, above all on CPUs. The step therefore runs at the end,
-    without and with the new configurations, and those that slow it are not kept; random arrays stand in for types. This
-    takes up to a quarter of the time of the searches or a minute, and a fifth of --time. --check-step runs it in other
-    cases, too: with side effects, with more than 1 GiB of random arrays, on a GPU, or if it takes long.
+    A configuration that wins by itself may slow the whole step, above all on CPUs. At the end, the step therefore runs
+    without and with the new configurations, and those that slow it are not kept. Random arrays stand in for types. This
+    may take a quarter of the time of the searches, but at least a minute; with --time, a fifth of that. --check-step
+    runs the step in other cases, too: if it has side effects, more than 1 GiB of random arrays, or takes long, and on
+    a GPU.
 
     FILE is the text of a program lowered with EJKERNEL_OPS_STAMP=json, or such a program exported by jax.export. FILE
     and --missed are data and import nothing. They refer to kernels, functions and types of ejkernel and of the modules

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar, cast
 
 import jax
@@ -57,16 +55,6 @@ def span_of_number(devices: int) -> Span | None:
 def any_span() -> Span | None:
     """Return the span of a program with unknown devices; `None` in a single-process run."""
     return Span(0) if jax.process_count() > 1 else None
-
-
-@contextlib.contextmanager
-def setting(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
-    """Set a context variable for a `with` block."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
 
 
 _placeholders: weakref.WeakSet[jax.sharding.Mesh] = weakref.WeakSet()

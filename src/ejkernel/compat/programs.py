@@ -17,12 +17,13 @@ from jax.experimental.xla_metadata import set_xla_metadata as set_xla_metadata
 from jax.interpreters import mlir
 
 import ejkernel
-from ejkernel.compat.processes import Span, setting, span_of_context
+from ejkernel.compat.processes import Span, span_of_context
 from ejkernel.compat.tracing import evaluate, opened
 
 _mlir: Any = private_mlir
 _ir: Any = _mlir.ir
 _E = TypeVar("_E", bound=BaseException)
+T = TypeVar("T")
 
 # JAX's own filter then leaves our frames out of tracebacks, unless JAX_TRACEBACK_FILTERING=off. Unlike its
 # `register_exclusion`, this leaves the source lines in programs as they are.
@@ -65,16 +66,26 @@ _NO_TARGET = _Target()
 _target: contextvars.ContextVar[_Target] = contextvars.ContextVar("target", default=_NO_TARGET)
 
 
+@contextlib.contextmanager
+def _setting(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
+    """Set a context variable for a `with` block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 def lowering(ctx: Any) -> contextlib.AbstractContextManager[None]:
     """Make the target of the program under way available to the functions below."""
     context = ctx.module_context.axis_context
     span = None if jax.process_count() == 1 else span_of_context(context, _spreads(context))
-    return setting(_target, _Target(lowering_platforms(ctx), context, span))
+    return _setting(_target, _Target(lowering_platforms(ctx), context, span))
 
 
 def not_lowering() -> contextlib.AbstractContextManager[None]:
     """Hide the target of the program under way from the functions below."""
-    return setting(_target, _NO_TARGET)
+    return _setting(_target, _NO_TARGET)
 
 
 def program_span() -> Span | None:
@@ -157,7 +168,6 @@ def knows_devices() -> bool:
 
 Answers = dict[Callable[[], Any], Any]
 _answers: contextvars.ContextVar[Answers | None] = contextvars.ContextVar("answers", default=None)
-T = TypeVar("T")
 
 
 def _answered(question: Callable[[], T], answer: T) -> T:
@@ -169,7 +179,7 @@ def _answered(question: Callable[[], T], answer: T) -> T:
 
 def noting_answers(noted: Answers) -> contextlib.AbstractContextManager[None]:
     """Record the answers of the functions above: a trace that used them is valid only where they are the same."""
-    return setting(_answers, noted)
+    return _setting(_answers, noted)
 
 
 def lower_jaxpr(ctx: Any, jaxpr: Any, scope: str, *values: Any) -> Sequence[Any]:

@@ -276,20 +276,16 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             raise UnsupportedError(f"{inv.op_id}: {' '.join(reasons.values())}")
         return found, call
 
-    def _names(self, options: Mapping[str, Any]) -> list[str] | None:
-        """Return the requested implementations in order of preference; `None` without a request."""
-        requested = options.get("implementation")
-        if requested is None:
-            return None
-        return [requested] if isinstance(requested, str) else list(requested)
-
     def _considered(self, options: Mapping[str, Any], call: CallT) -> list[str] | None:
         """Return the implementations to consider for a call: those requested in its options; `None` for all.
 
         If no requested implementation has a backward, a backward call may use others with the same residuals.
         """
-        names = self._names(options)
-        if names is None or not call.backward:
+        requested = options.get("implementation")
+        if requested is None:
+            return None
+        names = [requested] if isinstance(requested, str) else list(requested)
+        if not call.backward:
             return names
         here = [name for name in self.implementations if not self.implementations.elsewhere(name, call.platform)]
         return [*names, *(name for name in here if name not in names and self._follows(name, names))]
@@ -365,13 +361,13 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             ConfigError: `cfg` contradicts the argument `implementation`, or its parameters are invalid for this call.
             UnsupportedError: The implementation does not run this call.
         """
-        names, name = self._names(options), cfg.implementation
-        if not (names is None or name in names or (backward and self._follows(name, names))):
+        call = dataclasses.replace(self.describe(*args, **_without_request(options)), backward=backward)
+        considered = self._considered(options, call)
+        if considered is not None and cfg.implementation not in considered:
             raise ConfigError(
                 f"cfg.implementation is {cfg.implementation!r}, but the call requests "
                 f"implementation={options['implementation']!r}; leave one out."
             )
-        call = dataclasses.replace(self.describe(*args, **_without_request(options)), backward=backward)
         chosen, params = self.implementations[cfg.implementation], _params_of(cfg, call)
         if not chosen.runs_everywhere(call) or params is None or (backward and not chosen.has_backward()):
             # Query the platform only if it matters: a trace that depends on it is repeated once the platform is known.

@@ -20,12 +20,13 @@ from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, hook, run_forms
-from ejkernel.ops.core.transformations.nodes import Choice, Flat, is_inexact
+from ejkernel.ops.core.transformations.nodes import Choice, Flat
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import EjkernelError
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor
 from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.values.signature import is_inexact
 from ejkernel.testing.numbers import Numbers
 from ejkernel.testing.programs import Arrays, Results, compiled
 from ejkernel.testing.rows import HOW_TO_REFUSE, CheckRow, compared, error_line, refusal, row

@@ -21,8 +21,9 @@ import numpy as np
 from ejkernel import compat
 from ejkernel.ops.autotuner.measure.correctness import Deviation, position, tolerance
 from ejkernel.ops.core.kernel import overrides
-from ejkernel.ops.core.transformations.nodes import Choice, Flat, is_inexact
+from ejkernel.ops.core.transformations.nodes import Choice, Flat
 from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.values.signature import is_inexact
 from ejkernel.testing.numbers import Numbers
 from ejkernel.testing.programs import Results
 from ejkernel.testing.report import wide

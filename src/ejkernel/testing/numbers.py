@@ -16,9 +16,10 @@ import numpy as np
 from ejkernel import compat
 from ejkernel.ops.core.examples import stacked
 from ejkernel.ops.core.kernel import has_gradient_rule
-from ejkernel.ops.core.transformations.nodes import Choice, Flat, Forward, is_inexact
+from ejkernel.ops.core.transformations.nodes import Choice, Flat, Forward
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.random_arrays import random_array
+from ejkernel.ops.utils.values.signature import is_inexact
 from ejkernel.testing.programs import (
     BATCHES,
     Arrays,

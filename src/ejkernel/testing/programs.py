@@ -24,10 +24,11 @@ import numpy as np
 
 from ejkernel import compat
 from ejkernel.ops.core.examples import stack, stacked
-from ejkernel.ops.core.transformations.nodes import Flat, is_inexact
+from ejkernel.ops.core.transformations.nodes import Flat
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.random_arrays import random_array
+from ejkernel.ops.utils.values.signature import is_inexact
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class Pattern:
         return stacked(list(elements[: self.count]), self.levels)
 
     def own(self, elements: Sequence[Arrays], index: int) -> Arrays:
-        """Return the arrays of the example at `index` in the batch; unbatched arrays come from the first example."""
+        """Return the arrays of the example at `index` in the batch; an unbatched array is the same for all of them."""
         position = np.unravel_index(index, self.sizes) if self.sizes else ()
         chosen = []
         for number in range(len(elements[0])):

@@ -17,9 +17,9 @@ import numpy as np
 
 from ejkernel import compat
 from ejkernel.ops.autotuner.measure.correctness import Deviation, deviations, position
-from ejkernel.ops.core.transformations.nodes import is_inexact
 from ejkernel.ops.errors import CandidateError, KernelCheckError
 from ejkernel.ops.utils.formatting import compact, counted, text_table
+from ejkernel.ops.utils.values.signature import is_inexact
 from ejkernel.testing.rows import FIXED, NOT_RUN, CheckRow, CheckStatus, next_steps, share
 
 _WIDTH: Final = 80

@@ -16,9 +16,10 @@ from ejkernel.ops.autotuner.measure.correctness import Deviation
 from ejkernel.ops.core.callspec import array_names
 from ejkernel.ops.core.hooks import has_residual_form
 from ejkernel.ops.core.kernel import has_gradient_rule, hook, overrides
-from ejkernel.ops.core.transformations.nodes import Choice, Forward, as_outputs, is_inexact, run_vjp
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, as_outputs, run_vjp
 from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.random_arrays import random_array
+from ejkernel.ops.utils.values.signature import is_inexact
 from ejkernel.testing.programs import Arrays, Results, Together, compiled
 from ejkernel.testing.report import Comparison
 from ejkernel.testing.rows import CheckRow, compared, error_line, row

@@ -18,14 +18,14 @@ from ejkernel.ops.core.callspec import leaf_name, take_apart
 from ejkernel.ops.core.examples import example_arrays
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, overrides, prepared, with_python_numbers
-from ejkernel.ops.core.transformations.nodes import Choice, Flat, Forward, is_inexact
+from ejkernel.ops.core.transformations.nodes import Choice, Flat, Forward
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.execution.executor import Executor
 from ejkernel.ops.implementation import OperationConfig
 from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.random_arrays import random_array
-from ejkernel.ops.utils.values.signature import is_array
+from ejkernel.ops.utils.values.signature import is_array, is_inexact
 from ejkernel.testing.programs import Arrays, Pattern, Results, alone, compiled, named_after, pulled
 from ejkernel.testing.report import REFERENCE, Comparison, Steps
 

@@ -125,6 +125,7 @@ def test_a_higher_default_precision_refuses_to_round(precision):
     assert reason is None or precision in reason
 
 
+@pytest.mark.slow
 def test_sums_over_very_many_rows_are_supported():
     assert supported(queries=16384, backward=True) is None
     assert supported(queries=32768, backward=True) is None

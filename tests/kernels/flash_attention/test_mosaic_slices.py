@@ -76,6 +76,7 @@ def call_of(case, **fields):
     return describe(jax.eval_shape(case.operands), case.rules, backward=True, **fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lengths", "heads", "expected"),
     [

@@ -137,6 +137,7 @@ def call_of(length, chip, backward, **more):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("length", [1, 300, 4096, 131_072])

@@ -288,6 +288,7 @@ def blocks_of(tile):
     return max(tile[schedule.Tile.END] - tile[schedule.Tile.FIRST], 1) * (tile[schedule.Tile.COUNT] > 0)
 
 
+@pytest.mark.slow
 def test_prefill_tiles_with_the_most_keys_come_first():
     (_, prefill), _ = schedules_of((3, 0, 40, 1, 200, 2), [1, 0, 640, 63, 264, 2])
     tiles = np.asarray(prefill.tiles)

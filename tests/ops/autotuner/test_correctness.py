@@ -204,6 +204,7 @@ def test_the_message_has_the_given_names():
         check_results(arrays(1.0), arrays(2.0), platform="cpu", precision=None, names=["the gradient of w"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [4, correctness._SMALL + 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 def test_finite_elements_are_counted_in_small_and_large_arrays(size, dtype):

@@ -150,6 +150,7 @@ def test_an_executor_keeps_nothing_of_collected_kernels():
     assert len(executor._plans.tables) == 0
 
 
+@pytest.mark.slow
 def test_calls_that_differ_in_static_values_alone_fill_a_bounded_table(monkeypatch):
     monkeypatch.setattr("ejkernel.ops.utils.weak_caches._MOST", 8)
 

@@ -197,6 +197,7 @@ def searched(monkeypatch, seconds):
     return Autotuner().tune(inv, inv.kernel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seconds", "winner"),
     [

@@ -89,6 +89,11 @@ def test_nothing_is_settled_that_the_medians_contradict(pairs):
         assert verdict.challenger > 0.97 * verdict.incumbent
 
 
+def test_medians_settle_nothing_if_one_round_moves_them_apart():
+    verdict = compare([1.0] * 5 + [10.0] * 4, [1.0] * 4 + [10.0] * 5)
+    assert (verdict.wins, verdict.settled) == (False, False)
+
+
 # Shares of 120 rounds on a noisy machine, whose middle half is between 0.87 and 1.14.
 NOISY = [math.exp(statistics.NormalDist(sigma=0.2).inv_cdf((index + 0.5) / 120)) for index in range(120)]
 

@@ -321,6 +321,21 @@ def test_measurements_can_be_taken_back():
         np.testing.assert_allclose(one, two, rtol=1e-7, atol=1e-9)
 
 
+def test_predictions_are_those_of_a_process_with_an_unknown_constant():
+    values, scale = np.array([0.2, -0.5, 1.0, 0.4, -0.1]), Scale(0.7, 2.0)
+    pool, hyper, process = process_of(values, range(5))
+    mean, deviation = process.predict(values, scale)
+    whole, noise = pool.covariance(hyper, np.arange(pool.size)), (hyper.noise + 1e-8) * np.eye(5)
+    known = whole[:5]
+    constant = 10.0  # the covariance of any two values that a constant of precision 0.1 adds
+    start = pool.mean + (values - pool.mean[:5]).mean()
+    weights = np.linalg.solve(known[:, :5] + noise + constant, values - start[:5])
+    np.testing.assert_allclose(mean, start + weights @ (known + constant), rtol=1e-6)
+    variance = np.diag(whole) - (known * np.linalg.solve(known[:, :5] + noise, known)).sum(axis=0)
+    squares = float(weights @ (values - start[:5]))
+    np.testing.assert_allclose(deviation**2, variance * scale.posterior(squares, 5), rtol=1e-6)
+
+
 def test_a_fit_does_not_make_the_measurements_less_likely():
     rng = np.random.default_rng(1)
     pool = Pool([rng.random((40, 1)), rng.random((40, 1))], np.zeros((0, 40)))

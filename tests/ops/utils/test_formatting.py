@@ -39,6 +39,7 @@ def test_a_call_s_equal_arrays_are_counted_and_its_options_named():
     assert arguments(usual.description) == "bf16[2,8], temperature=0.7"
 
 
+@pytest.mark.slow
 def test_arrays_that_an_operation_adds_to_the_user_s_are_not_shown():
     x, w, labels = jnp.ones((4, 8)), jnp.ones((8, 16)), jnp.zeros(4, jnp.int32)
     args, kwargs = linear_cross_entropy_gradients.prepare(x, w, labels, jnp.ones(4))

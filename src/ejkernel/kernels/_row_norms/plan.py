@@ -103,17 +103,17 @@ class RowNormPlan:
 
     @property
     def sources(self) -> int:
-        """Arrays of rows that the kernel reads."""
+        """Number of arrays of rows that the kernel reads."""
         return 1 + self.backward + self.formula.residual
 
     @property
     def results(self) -> int:
-        """Arrays of rows that the kernel writes."""
+        """Number of arrays of rows that the kernel writes."""
         return 1 + (self.formula.residual and not self.backward)
 
     @property
     def sums(self) -> int:
-        """Vectors that the backward sums over rows: the gradients of weight and bias."""
+        """Number of vectors that the backward sums over rows: the gradients of weight and bias."""
         return self.backward * ((self.formula.weight is not None) + self.formula.bias)
 
     def registers(self) -> int:

@@ -258,7 +258,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
         return (query, key, value, bias, mask, segments, lengths, *others)[: len(args)], kwargs
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule | None:
-        """Return the rule that shards examples, heads, and sequences of queries and keys of the same length."""
+        """Return the rule: it shards examples and heads, and sequences if queries and keys have the same length."""
         return _attention_rule(operands_of(inv.args), inv.kwargs)
 
     def part_arguments(self, part: CallPart, *args: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -267,9 +267,9 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
         return args, options | ({"axis_name": axes} if axes else {})
 
     def bucket(self, inv: _Invocation) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a call on one shard of the sequence as the call without the other shards, whose configuration it uses.
+        """Return the call without context parallelism: its own shard of the sequence, without the other shards.
 
-        The other blocks of the call have its size or less.
+        A shard's call has the same configuration as this call, because its blocks have that size or less.
         """
         options = inv.abstract_kwargs
         return inv.abstract_args, {name: x for name, x in options.items() if name not in arguments.CONTEXT}

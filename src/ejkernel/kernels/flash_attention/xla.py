@@ -50,6 +50,7 @@ from .common import (
     Rules,
     describe,
     kept,
+    operands_of,
     within_window,
 )
 
@@ -102,8 +103,19 @@ class Xla(AttentionImplementation):
             pairs = [*dict.fromkeys((*pairs, (call.query[1], call.key[1])))]
         return [_params(call, q, kv) for q, kv in pairs if q * kv <= max(smallest, most // rows)]
 
-    def attend(self, operands: Operands, rules: Rules, params: FwdParams) -> Residuals:
-        """See `AttentionImplementation`; unset block sizes are those of `default_blocks`."""
+    def output(self, call: AttentionCall, /, *args: Any, params: FwdParams) -> Any:
+        """See `Implementation`."""
+        operands = operands_of(args)
+        if call.bias is None or call.return_lse or operands.sinks is not None:
+            return super().output(call, *args, params=params)
+        return self.attend(operands, call.rules, params, keeps_lse=False)[0]
+
+    def attend(self, operands: Operands, rules: Rules, params: FwdParams, *, keeps_lse: bool = True) -> Residuals:
+        """See `AttentionImplementation`; unset block sizes are those of `default_blocks`.
+
+        If only the output is wanted, one kernel computes the softmax of a single block also with a bias: 107 us instead
+        of 127 for 1,024 queries of 8 heads of 320 columns. With the log-sum-exp, and the backward, it took 15 % longer.
+        """
         call = describe(operands, rules)
         batch, count = call.query[0], examples_at_once(call, params.q_blocksize, params.kv_blocksize)
         if count != batch:
@@ -111,7 +123,8 @@ class Xla(AttentionImplementation):
             return cast(Residuals, split)
         grid = grid_of(call, params)
         blocks = grid.split(unify_varying(operands))
-        if len(grid.pairs) == 1 and blocks.dropout_key is None and is_on_gpu(call):
+        is_single = len(grid.pairs) == 1 and blocks.dropout_key is None and is_on_gpu(call)
+        if is_single and (blocks.bias is None or not keeps_lse):
             out, lse = _attend_at_once(blocks, grid)
             return grid.join_queries(out.astype(operands.query.dtype)), grid.join_rows(lse)
         rows = (grid.query_blocks, *blocks.query.shape[1:5])

@@ -186,7 +186,7 @@ def _layout_reason(call: PagedCall) -> str | None:
 
 
 def heads_of_block(call: PagedCall) -> tuple[int, int]:
-    """Return the query heads and KV heads that one block of the kernel computes."""
+    """Return the numbers of query heads and KV heads that one block of the kernel computes."""
     most = 4 * _PACKING[call.dtype]
     kv_heads = most if call.pages[2] % most == 0 else call.pages[2]
     tiles, rest = divmod(kv_heads * call.group, _PACKING[call.dtype])

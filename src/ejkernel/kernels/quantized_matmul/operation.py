@@ -241,7 +241,7 @@ def usual_result(x: Any, w: Any) -> str:
 
 
 def constant_operands(x: Any, w: Any, x_scale: Any = None, w_scale: Any = None) -> tuple[Any, ...]:
-    """Return the arguments without derivatives of quantised operands."""
+    """Return the arguments, with the gradients of operands that have scales stopped."""
     stop = lax.stop_gradient
     x, x_scale = (x, None) if x_scale is None else (stop(x), stop(x_scale))
     w, w_scale = (w, None) if w_scale is None else (stop(w), stop(w_scale))

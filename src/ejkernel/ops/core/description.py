@@ -24,14 +24,14 @@ from ejkernel.ops.core.kernel import Kernel, living_kernels
 from ejkernel.ops.core.primitive import Call, residual_trees, types_of
 from ejkernel.ops.core.transformations.autodiff import SUFFIXES, differentiate
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, TransposedVmapped, Vmapped
-from ejkernel.ops.core.transformations.nodes import Forward, Node, is_inexact
+from ejkernel.ops.core.transformations.nodes import Forward, Node
 from ejkernel.ops.errors import DescriptionError
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.fingerprint import device_kind
 from ejkernel.ops.utils.storage.serialize import describe as shown
 from ejkernel.ops.utils.values.description import MAX_RANK, check_size, undescribe
 from ejkernel.ops.utils.values.identity import Strong
-from ejkernel.ops.utils.values.signature import abstract
+from ejkernel.ops.utils.values.signature import abstract, is_inexact
 
 _REQUIRED: Final = {"op", "args", "kwargs"}
 _OPTIONAL: Final = {"defaults", "kernel", "steps", "method", "precision", "x64", "prng", "promotion", "wiring"}

@@ -17,13 +17,13 @@ from ejkernel.ops.core.hooks import Computation
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, kernel_of, overrides
 from ejkernel.ops.core.transformations.batching import Level, Vmapped
-from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.random_arrays import LARGE, drawn_integers, random_array
 from ejkernel.ops.utils.validation import asked, is_call
-from ejkernel.ops.utils.values.signature import is_array
+from ejkernel.ops.utils.values.signature import is_array, is_inexact
 
 Save = Callable[..., Sequence[Any]]
 
@@ -57,9 +57,14 @@ class GivenInputs:
         return _of_types(inv, own, what)
 
 
+def makes_inputs(kernel: Computation[Any, Any]) -> bool:
+    """Return whether the kernel makes the inputs for measuring its calls."""
+    return overrides(kernel, "example_inputs") or overrides(kernel, "example_draws")
+
+
 def why_not_finite(kernel: Computation[Any, Any], given: GivenInputs | None) -> str:
     """Return advice for results with NaN or infinity, which unsuitable inputs may cause."""
-    if given is not None or overrides(kernel, "example_inputs") or overrides(kernel, "example_draws"):
+    if given is not None or makes_inputs(kernel):
         return "look at the inputs that inputs= or example_inputs gives"
     return (
         "the inputs were normal random numbers, zeros and ones, generated from shapes and dtypes alone; if the kernel "
@@ -122,16 +127,14 @@ def example_sets(
 
 def guessed_integers(inv: Invocation[Cfg, Out]) -> str:
     """Return the types of the call's integer arrays that are random zeros and ones; empty if the kernel makes them."""
-    kernel = kernel_of(inv)
-    if overrides(kernel, "example_inputs") or overrides(kernel, "example_draws"):
+    if makes_inputs(kernel_of(inv)):
         return ""
     return drawn_integers(jax.tree.leaves((inv.abstract_args, inv.abstract_kwargs)))
 
 
 def may_be_scaled(inv: Invocation[Cfg, Out], given: GivenInputs | None) -> bool:
     """Return whether the inputs are plain random numbers, which stay valid when multiplied by a factor."""
-    kernel = inv.node.spec.kernel
-    return given is None and not overrides(kernel, "example_inputs") and not overrides(kernel, "example_draws")
+    return given is None and not makes_inputs(inv.node.spec.kernel)
 
 
 def _completed(

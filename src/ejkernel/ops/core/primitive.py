@@ -23,11 +23,11 @@ from ejkernel.ops.core.invocation import Invocation, config_for_types
 from ejkernel.ops.core.sharding.lowering import Extent, SplitCall, explicit_split, lower_split
 from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differentiate, innermost
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, Vmapped
-from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact, zero_tangent
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, zero_tangent
 from ejkernel.ops.errors import ArgumentError, EjkernelError, GradientError, KernelError
 from ejkernel.ops.utils.fingerprint import default_device, platform_of
 from ejkernel.ops.utils.values.identity import Held, Strong, held_weakly
-from ejkernel.ops.utils.values.signature import HasType, abstract_tree
+from ejkernel.ops.utils.values.signature import HasType, abstract_tree, is_inexact
 from ejkernel.ops.utils.weak_caches import Bounded, PerObject
 
 

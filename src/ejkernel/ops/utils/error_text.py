@@ -31,6 +31,11 @@ def printable(value: object) -> str:
     return text if text.isprintable() else _ODD.sub(_visible, text)
 
 
+def shortened(text: str, most: int) -> str:
+    """Return a text of at most `most` characters, with `...` in place of the rest."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 def printable_lines(value: object) -> str:
     """Return `str(value)` escaped like `printable`, but line by line; lines after the first are indented.
 

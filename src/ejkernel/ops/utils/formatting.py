@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ejkernel.ops.errors import SerializationError
-from ejkernel.ops.utils.error_text import printable, value_text
+from ejkernel.ops.utils.error_text import printable, shortened, value_text
 from ejkernel.ops.utils.storage.serialize import to_data
 
 _LONGEST = 1000  # maximum characters of a call or configuration; a file may hold longer texts
@@ -112,13 +112,9 @@ def compact(config: object) -> str:
     text as the configuration in memory.
     """
     try:
-        return _cut(_compact(to_data(config)))
+        return printable(shortened(_compact(to_data(config)), _LONGEST))
     except SerializationError:  # for the message that rejects a candidate without plain data
         return value_text(config)
-
-
-def _cut(text: str) -> str:
-    return printable(text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "...")
 
 
 def _compact(data: object) -> str:
@@ -204,7 +200,7 @@ def arguments(call: object) -> str:
     batches = [s[1] for s in steps if isinstance(s, list) and len(s) > 1 and s[0] == "vmap"]
     parts += [f"vmap{batches[::-1]}"] if batches else []
     parts += [text for step in steps if (text := _gradients(step, sum("f" in array[:2] for array in arrays)))]
-    return _cut(", ".join(parts))
+    return printable(shortened(", ".join(parts), _LONGEST))
 
 
 def _without_made(op: object, positional: object) -> tuple[object, list[str]]:

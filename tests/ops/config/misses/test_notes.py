@@ -151,13 +151,14 @@ def test_a_process_notes_a_call_once(notes):
     assert not file.exists()
 
 
-def test_another_process_is_counted(store, notes):
+def test_other_processes_are_counted(store, notes):
     inv = Invocation(kernel=TIMES, args=(X,))
     notes.put(inv, "heuristic")
     later = TIME + datetime.timedelta(days=1)
-    MissedNotes(store.path, clock=lambda: later).put(inv, "forward")
+    for _ in range(2):
+        MissedNotes(store.path, clock=lambda: later).put(inv, "forward")
     (note,) = notes.entries()
-    assert (note.processes, note.source) == (2, "forward")
+    assert (note.processes, note.source) == (3, "forward")
     assert (note.first, note.last) == ("2025-01-02T03:04:05+00:00", "2025-01-03T03:04:05+00:00")
 
 

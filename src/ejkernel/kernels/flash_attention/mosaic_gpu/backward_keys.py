@@ -65,7 +65,7 @@ class KeyBlockMemory(NamedTuple):
 
     @property
     def weights_pipeline(self) -> Pipeline:
-        """The stages of probabilities, from one consumer to the other."""
+        """The stages through which one consumer warpgroup passes probabilities to the other."""
         return Pipeline(self.weights_full, self.weights_empty)
 
     @property

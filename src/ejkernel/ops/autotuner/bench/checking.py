@@ -20,10 +20,10 @@ from ejkernel.ops.autotuner.measure.correctness import Deviation, deviations, is
 from ejkernel.ops.autotuner.measure.memory import check_room, peak_bytes
 from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.autotuner.trials.status import Status
-from ejkernel.ops.core.transformations.nodes import is_inexact
 from ejkernel.ops.errors import CandidateError, DeviceLostError, TuningError
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import compact
+from ejkernel.ops.utils.values.signature import is_inexact
 
 _FRESH: Final = 8  # further sets
 _SCALES: Final = (-1.0, 1e-2, 30.0, 0.0)  # factors on the floating-point inputs of one more set

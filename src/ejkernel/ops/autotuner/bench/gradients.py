@@ -18,12 +18,12 @@ from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.core.callspec import CallSpec, array_names
 from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, hook, overrides
 from ejkernel.ops.core.transformations.autodiff import Vjp, innermost
-from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, GradientError
 from ejkernel.ops.utils.random_arrays import random_array
 from ejkernel.ops.utils.values.identity import Held, Strong
-from ejkernel.ops.utils.values.signature import HasType
+from ejkernel.ops.utils.values.signature import HasType, is_inexact
 
 logger = logging.getLogger(__name__)
 

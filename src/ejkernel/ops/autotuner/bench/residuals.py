@@ -26,11 +26,11 @@ from ejkernel.ops.core.hooks import has_residual_form, overrides
 from ejkernel.ops.core.invocation import Invocation, invocation_of
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.transformations.autodiff import ResidualVjp, differentiate, innermost
-from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.errors import CandidateError, KernelError
 from ejkernel.ops.utils.error_text import error_text, message_of
 from ejkernel.ops.utils.formatting import compact
-from ejkernel.ops.utils.values.signature import HasType
+from ejkernel.ops.utils.values.signature import is_inexact, type_text
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ def _check_with(workload: Workload, candidate: Candidate, config: object, primal
 
     def check() -> None:
         saved[:] = jax.block_until_ready(oracle.saver_of(config)(*primals))
-        got, want = (list(map(_type_text, each)) for each in (saved, usual))
+        got, want = (list(map(type_text, each)) for each in (saved, usual))
         if got != want:
             raise CandidateError(f"it leaves {', '.join(got)} instead of {', '.join(want)}")
         workload.judge(jax.block_until_ready(program[workload.number](*saved, *workload.arrays[lead:])))
@@ -231,7 +231,7 @@ def _types(oracle: Oracle, config: object) -> _Types:
     trees: list[Any] = []
     choice = dataclasses.replace(oracle.choice, config=config, trees=trees)
     node = forward_with_residuals(oracle.inv.node)
-    found = list(map(_type_text, jax.eval_shape(node.flat(choice), *oracle.inv.argument_types)))
+    found = list(map(type_text, jax.eval_shape(node.flat(choice), *oracle.inv.argument_types)))
     count = trees[0].num_leaves
     return _Types(found[:count], found[count:], trees)
 
@@ -282,10 +282,6 @@ def _why_not(check: Callable[[], None]) -> str:
     except BaseException as error:  # noqa: BLE001 - candidates may raise anything
         return message_of(error) if isinstance(error, CandidateError) else error_text(error)
     return ""
-
-
-def _type_text(array: HasType) -> str:
-    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
 def partners_in_force(

@@ -57,7 +57,7 @@ def preferred(times: Sequence[float], needs: Sequence[int | None], *, margin: fl
         needs: The bytes that each candidate needs; `None` if unknown.
         margin: Share of a candidate's time by which the first must be faster to be preferred to it.
     """
-    close = [at for at, time in enumerate(times) if at == 0 or times[0] >= time * (1 - margin)]
+    close = [at for at, time in enumerate(times) if times[0] >= time * (1 - margin)]
     known = {at: need for at in close if (need := needs[at]) is not None}
     if 0 not in known:
         return 0

@@ -142,7 +142,7 @@ class SamplingPlan:
         return cls(rounds=rounds, discard=discard, keep=(), hopeless=())
 
     def center(self, samples: Sequence[float]) -> float:
-        """Return the ranking figure of one candidate's samples."""
+        """Return the time by which a candidate is ranked: between the trimmed mean and the median of its samples."""
         count, ordered = len(samples), sorted(samples)
         cut = min((count - 1) // 2, math.ceil(self.trim * count))
         mean = statistics.fmean(ordered[cut : count - cut])

@@ -29,7 +29,7 @@ class Outputs:
         self._streams: dict[str, TextIO | None] = {name: getattr(sys, name) for name in ("stdout", "stderr")}
 
     def mend(self, *, is_idle: bool = False) -> int:
-        """Restore lost streams; return the number of calls so far that had to.
+        """Restore streams that were closed or replaced; return how many calls so far found a closed one.
 
         Args:
             is_idle: Whether no code is running that may have redirected the streams on purpose.

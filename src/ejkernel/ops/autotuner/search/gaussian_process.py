@@ -63,7 +63,7 @@ class Hyper:
         return self.parts[0] > 0.0
 
     def nearby(self) -> Iterator[Hyper]:
-        """Yield the steps of a coordinate search."""
+        """Yield hyperparameters that differ by one step in one of them; a coordinate search tries each."""
         for i, scale in enumerate(self.scales):
             for step in (-0.5, 0.5):
                 yield dataclasses.replace(self, scales=(*self.scales[:i], _clip(scale + step), *self.scales[i + 1 :]))

@@ -22,7 +22,7 @@ from ejkernel.ops.autotuner.measure.paired import PairedComparison
 from ejkernel.ops.autotuner.measure.sampling import Case
 from ejkernel.ops.autotuner.search.model import Record
 from ejkernel.ops.autotuner.trials.challenge import Challenge
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, Outcome, shortened, summary_of
+from ejkernel.ops.autotuner.trials.outcome import STORED_REASON, AutotuneData, Findings, Outcome, summary_of
 from ejkernel.ops.autotuner.trials.programs import are_same
 from ejkernel.ops.autotuner.trials.status import CameOut, Status
 from ejkernel.ops.config._files import UnusableError, restored_key
@@ -31,7 +31,7 @@ from ejkernel.ops.config.step_notes import StepNote
 from ejkernel.ops.core.declared_names import PLAIN, read_config, type_name
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
-from ejkernel.ops.utils.error_text import printable, printable_json
+from ejkernel.ops.utils.error_text import printable, printable_json, shortened
 from ejkernel.ops.utils.formatting import arguments
 from ejkernel.ops.utils.storage.serialize import (
     check_schema,
@@ -306,9 +306,9 @@ def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
         twins=[(i, place[stable_json(to_data(o.twin))]) for i, o in enumerate(data.outcomes) if o.twin is not None],
         standing=None if data.challenge is None else _StoredChallenge(**data.challenge.data()),
         cases=[dataclasses.replace(case, samples=()) for case in data.cases] or None,
-        why=shortened(data.why),
-        rule_fault=shortened(data.rule_fault),
-        not_saved=shortened(data.not_saved),
+        why=shortened(data.why, STORED_REASON),
+        rule_fault=shortened(data.rule_fault, STORED_REASON),
+        not_saved=shortened(data.not_saved, STORED_REASON),
         **{name: getattr(data, name) for name in _FLAGS},
     )
     rows = (
@@ -333,7 +333,7 @@ def _row(config: object, outcome: Outcome) -> _Row:
         method=None if measured is None else measured.method,
         compile_s=None if compiled is None else round(compiled, 3),
         peak_bytes=outcome.peak_bytes,
-        reason=shortened(outcome.reason),
+        reason=shortened(outcome.reason, STORED_REASON),
         spilled=outcome.spilled,
         relative=None if measured is None or measured.relative is None else float(f"{measured.relative:.5g}"),
         cases_us=[_short(case.median) for case in outcome.cases if case.median is not None] or None,

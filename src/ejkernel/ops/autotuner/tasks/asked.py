@@ -13,9 +13,9 @@ import numpy as np
 
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.core.callspec import array_names, take_apart
-from ejkernel.ops.core.examples import GivenInputs
+from ejkernel.ops.core.examples import GivenInputs, makes_inputs
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, overrides, prepared
+from ejkernel.ops.core.kernel import Kernel, prepared
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, TuningWarning
 from ejkernel.ops.utils.error_text import value_text
@@ -128,7 +128,7 @@ def _warn_of_made_inputs(inv: Invocation[Any, Any]) -> None:
         for name, array in zip(array_names(spec), arrays, strict=True)
         if isinstance(array, np.ndarray | jax.Array) and jnp.issubdtype(array.dtype, np.integer)
     ]
-    if whole and not (overrides(kernel, "example_inputs") or overrides(kernel, "example_draws")):
+    if whole and not makes_inputs(kernel):
         text = (
             f"{kernel.op_id} is measured on inputs made from shapes and dtypes, not on the arrays given; "
             f"{', '.join(whole)} will be zeros and ones. Pass inputs=True to measure on the arrays given, or give the "

@@ -26,13 +26,13 @@ from ejkernel.ops.autotuner.trials.programs import are_same, program_name, ranke
 from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, SearchProgress, SearchState, Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.utils.error_text import printable, printable_lines
+from ejkernel.ops.utils.error_text import printable, printable_lines, shortened
 from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, ratio, size, text_table, wrapped
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import to_data
 
 _REASON = 100  # characters of a reason in a table
-_STORED_REASON = 400  # characters of a reason in a file: compiler messages may have thousands
+STORED_REASON = 400  # characters of a reason in a file: compiler messages may have thousands
 _FAILURES = 100  # failures listed in a cache entry; the log of the search has all
 _LEGEND = (
     '* {marked}, h heuristic; sorted by "of heuristic", the time relative to the heuristic\'s in the same rounds. The '
@@ -284,7 +284,11 @@ class AutotuneData(Findings):
     def summary_data(self) -> dict[str, Any]:
         """Return the part of the search stored in a cache entry, as plain data."""
         failures = [
-            {"config": to_data(outcome.config), "status": str(outcome.status), "reason": shortened(outcome.reason)}
+            {
+                "config": to_data(outcome.config),
+                "status": str(outcome.status),
+                "reason": shortened(outcome.reason, STORED_REASON),
+            }
             for outcome in self.outcomes
             if outcome.status in FAULTY
         ][:_FAILURES]
@@ -326,11 +330,6 @@ class AutotuneData(Findings):
         ]
         mean = {"winner_us": _microseconds(after.seconds), "heuristic_us": _microseconds(before.seconds)}
         return {"cases": cases, "geometric_mean": mean}
-
-
-def shortened(reason: str) -> str:
-    """Return a reason, shortened for files."""
-    return reason if len(reason) <= _STORED_REASON else reason[: _STORED_REASON - 3] + "..."
 
 
 def summary_of(title: Sequence[str], search: Findings, *, width: int | None = None, verbose: bool = False) -> str:
@@ -417,7 +416,7 @@ def _compiled_in(seconds: float | None) -> str:
 
 def _in_one_line(reason: str, most: int | None) -> str:
     text = " ".join(reason.split())
-    return text if most is None or len(text) <= most else text[: most - 3] + "..."
+    return text if most is None else shortened(text, most)
 
 
 def remarks(search: Findings) -> list[str]:

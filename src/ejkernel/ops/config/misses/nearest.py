@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
-from ejkernel.ops.utils.error_text import printable
+from ejkernel.ops.utils.error_text import printable, shortened
 from ejkernel.ops.utils.formatting import array_text, counted
 
 _SHOWN = 3  # differences to report
@@ -139,7 +139,7 @@ def _short(data: Any) -> str:
 
 
 def _cut(text: str) -> str:
-    return printable(text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "...")
+    return printable(shortened(text, _LONGEST))
 
 
 def _float(text: Any) -> str:

@@ -25,7 +25,7 @@ class Tier:
         is_temporary: Whether the answers are temporary and not remembered.
         is_for_one_call: Whether an answer is for the exact call, rather than for all calls of its bucket.
         is_saved: Whether another process found the answers, maybe with another version of the kernel.
-        only: Where it can have an answer at all; empty for everywhere. It is not asked elsewhere.
+        only: The only situation in which the tier is asked, e.g. `on TPUs`; empty if it is always asked.
     """
 
     name: str

@@ -22,10 +22,10 @@ from ejkernel.ops.core.sharding.rule import Factor, Factors
 from ejkernel.ops.core.sharding.split import CallPart, Shapes, Split
 from ejkernel.ops.core.transformations.autodiff import Linear, ThroughResiduals
 from ejkernel.ops.core.transformations.batching import LinearVmapped, TransposedVmapped, Vmapped, unbatched
-from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, Wrapper, is_inexact
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, Wrapper
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.validation import asked, named
-from ejkernel.ops.utils.values.signature import HasType
+from ejkernel.ops.utils.values.signature import HasType, is_inexact
 
 _Axis = int | None
 _Any = TypeVar("_Any")

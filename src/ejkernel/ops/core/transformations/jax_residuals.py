@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.ops.errors import GradientError
+from ejkernel.ops.utils.values.signature import is_inexact, type_text
 
 Flat = Callable[..., tuple[Any, ...]]
 
@@ -81,8 +82,8 @@ def gradients_from_jax_residuals(
     # Traced only for the pullback's structure and constants; the forward in it is not computed.
     traced = _traced(run, arrays)
     outputs, residuals = saved[:num_outputs], saved[num_outputs:]
-    have = [_type(array) for array in residuals]
-    want = [_type(traced.jaxpr.out_avals[at]) for at in traced.saved_at]
+    have = [type_text(array) for array in residuals]
+    want = [type_text(traced.jaxpr.out_avals[at]) for at in traced.saved_at]
     # Only types can be compared; the kernel promises that the values mean the same.
     if have != want:
         raise GradientError(
@@ -97,7 +98,7 @@ def gradients_from_jax_residuals(
         for source in traced.sources
     ]
     found = iter(jax.tree.unflatten(traced.pullback, leaves)(tuple(cotangents)))
-    return tuple(next(found) if _is_inexact(array) else None for array in arrays)
+    return tuple(next(found) if is_inexact(array) else None for array in arrays)
 
 
 def _traced(run: Flat, arrays: Sequence[Any]) -> _SavedForward:
@@ -107,9 +108,9 @@ def _traced(run: Flat, arrays: Sequence[Any]) -> _SavedForward:
         # Differentiate only floating-point arrays: JAX's cotangents of integers have the special type float0.
         def of_inexact(*inexact: Any) -> tuple[Any, ...]:
             given = iter(inexact)
-            return run(*[next(given) if _is_inexact(array) else array for array in arrays])
+            return run(*[next(given) if is_inexact(array) else array for array in arrays])
 
-        out, pullback = jax.vjp(of_inexact, *[array for array in arrays if _is_inexact(array)])
+        out, pullback = jax.vjp(of_inexact, *[array for array in arrays if is_inexact(array)])
         leaves, tree = jax.tree.flatten(pullback)
         pullbacks.append(tree)
         counts.append(len(out))
@@ -141,11 +142,3 @@ def _sources(origins: Sequence[compat.Origin], num_outputs: int) -> tuple[_Sourc
 def _constants(traced: _SavedForward) -> Sequence[Any]:
     wanted = [False] * traced.num_outputs + [source.kind == "constant" for source in traced.sources]
     return compat.evaluate_without_arguments(traced.jaxpr, wanted) if any(wanted) else []
-
-
-def _type(array: Any) -> str:
-    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
-
-
-def _is_inexact(array: Any) -> bool:
-    return bool(jnp.issubdtype(array.dtype, jnp.inexact))

@@ -21,7 +21,7 @@ from ejkernel.ops.core.hooks import Computation, has_residual_form, hook, overri
 from ejkernel.ops.core.transformations.jax_residuals import forward_with_jax_residuals, gradients_from_jax_residuals
 from ejkernel.ops.errors import GradientError, KernelError
 from ejkernel.ops.utils.validation import noting
-from ejkernel.ops.utils.values.signature import HasType, is_array
+from ejkernel.ops.utils.values.signature import is_array, is_inexact
 
 Flat = Callable[..., tuple[Any, ...]]
 
@@ -161,11 +161,6 @@ class NonlinearWrapper(Wrapper):
     def transpose(self) -> Node:
         """See `Node`."""
         raise TypeError(f"{self.spec.kernel.op_id} is not linear.")
-
-
-def is_inexact(value: HasType) -> bool:
-    """Return whether `value` has a gradient."""
-    return bool(jnp.issubdtype(value.dtype, jnp.inexact))
 
 
 def autodiff_vjp(function: Flat, count: int) -> Flat:

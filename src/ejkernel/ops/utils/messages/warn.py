@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings that point at the user's own line."""
+"""Warnings that point at the user's own line, and lines for a user who waits at a terminal."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from types import FrameType
 import jax
 
 import ejkernel
+from ejkernel.ops.utils.error_text import printable
 
 
 def warn(message: str | Warning, category: type[Warning] | None = None) -> None:
@@ -64,3 +65,9 @@ def _folders() -> tuple[str, ...]:
     packages = [f"{Path(os.path.realpath(str(module.__file__))).parent}{os.sep}" for module in (ejkernel, jax)]
     through = [os.path.realpath(str(module.__file__)) for module in (contextlib, functools, threading)]
     return (*packages, *through)
+
+
+def say_on_terminal(text: str) -> None:
+    """Print a line on standard error if that is a terminal."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        sys.stderr.write(f"{printable(text)}\n")

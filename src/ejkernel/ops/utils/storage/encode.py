@@ -16,6 +16,7 @@ import numpy as np
 from jax import dtypes as jax_dtypes  # also registers names such as "bfloat16" with NumPy
 
 from ejkernel.ops.errors import SerializationError
+from ejkernel.ops.utils.error_text import shortened
 
 MAX_DEPTH = 64  # deeper data is a cycle or an attack; this stops well before Python's recursion limit
 _DTYPE_NAME = re.compile(r"(bool|bfloat|complex|float|u?int)[0-9a-z_]*")
@@ -49,7 +50,7 @@ def plain(data: object) -> Any:
 def child(path: str, key: str | int) -> str:
     """Return the path of an item below `path`: `$.name`, `$["odd name"]` or `$[0]`."""
     if isinstance(key, str):
-        key = key if len(key) <= _SHOWN else key[: _SHOWN - 3] + "..."
+        key = shortened(key, _SHOWN)
         if key.isidentifier():
             return f"{path}.{key}"
     return f"{path}[{json.dumps(key)}]"

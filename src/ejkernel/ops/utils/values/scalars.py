@@ -19,6 +19,7 @@ import numpy as np
 
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import value_text
+from ejkernel.ops.utils.values.signature import type_text
 
 
 class Takes(enum.Enum):
@@ -77,7 +78,7 @@ def given_text(value: Any) -> str:
     found = next((leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, jax.core.Tracer)), None)
     if found is None:
         return value_text(value)
-    shown = f"{found.dtype}[{','.join(map(str, found.shape))}]"
+    shown = type_text(found)
     if found.shape:
         return f"an array, {shown}; pass a Python or NumPy number"
     return f"a traced value, {shown}, whose value is unknown at compile time; {HOW_TO_KNOW}"

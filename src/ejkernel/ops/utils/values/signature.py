@@ -57,6 +57,11 @@ def is_array(value: object) -> bool:
     return isinstance(value, _ARRAYS) and not isinstance(value, _NO_ARRAYS)
 
 
+def is_inexact(value: HasType) -> bool:
+    """Return whether `value` has floating-point or complex numbers, and so a gradient."""
+    return bool(jnp.issubdtype(value.dtype, jnp.inexact))
+
+
 def wraps_array(value: object) -> bool:
     """Return whether `value` wraps an array (it has `__jax_array__`), e.g. a parameter of a model."""
     return hasattr(type(value), "__jax_array__") and not isinstance(value, _ARRAYS)
@@ -71,6 +76,11 @@ def abstract(value: object) -> jax.ShapeDtypeStruct:
     """Return the shape, dtype and weak type that JAX gives `value`, without its data."""
     aval = value if isinstance(value, jax.ShapeDtypeStruct | jax.core.ShapedArray) else jax.typeof(value)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
+
+
+def type_text(value: HasType) -> str:
+    """Return the dtype and shape of `value`, e.g. `float32[4,8]`."""
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
 
 
 def is_known(*sizes: object) -> bool:
