@@ -47,6 +47,7 @@ SHAPES = {
     "decode": Shape(64, 28672, 8192),
     "decode, 16 rows": Shape(16, 28672, 8192),
     "decode, short": Shape(64, 14336, 4096),
+    "decode, narrow": Shape(64, 4096, 14336),
     "ragged": Shape(4999, 7176, 1920),
     "A": Shape(4096, 7168, 16384),
     "D": Shape(4096, 4096, 7168),
@@ -129,6 +130,7 @@ OF_SHAPE = {
     "C": (*FEW, *BLOCKS),
     "decode": DECODE,
     "decode, 16 rows": DECODE,
+    "decode, narrow": DECODE,
     "ragged": (*FEW[:3], BLOCKS[0], "ejkernel xla"),
 }
 

@@ -250,6 +250,7 @@ def _folder(bundles: Path, number: int) -> Path:
 
 def compile_all(works: Works, only: Sequence[str], bundles: Path, processes: int, target: Target) -> None:
     """Compile the candidates of every work, each into a separate bundle; existing bundles stay."""
+    target.check(loads_compiler=True)  # first: the GPU compiler cannot be loaded after JAX has been used
     for number, (name, find) in enumerate(works.items()):
         folder = _folder(bundles, number)
         if (folder / "manifest.json").exists() or name not in only:

@@ -138,7 +138,7 @@ def take_report(cache: Path) -> None:
         text = text.replace('<details id="c1">', '<details id="c1" open>', 1)
         page.write_text(text.replace(html.escape(str(cache)), USUAL), encoding="utf-8")
         REPORT.parent.mkdir(exist_ok=True)
-        REPORT.write_bytes(picture(page, 1280, 1440, scale=1.2, colours=96))
+        REPORT.write_bytes(picture(page, 1280, 1840, scale=1.2, colours=96))
 
 
 def main() -> None:

@@ -121,6 +121,20 @@ def test_explain_says_why_each_call_has_its_configuration(folder, capsys):
     assert "1 of 2 calls with a saved configuration; `ejkernel tune explained_program:step` measures the other 1" in err
 
 
+def test_explain_selects_calls_as_show_does(folder, capsys):
+    whole = run(capsys, "explain", "explained_program:step", "--cache", "cache")[1]
+    _, backward = whole.removesuffix("\n").split("\n\n")
+    key = re.search(r"^key (\w+) on", backward, re.MULTILINE)[1]
+    selected = {"expl": whole, "explained.bwd": f"{backward}\n", f"explained.bwd:{key[:12]}": f"{backward}\n"}
+    for prefix, shown in selected.items():
+        assert run(capsys, "explain", "explained_program:step", prefix, "--cache", "cache")[1] == shown
+    status, out, err = run(capsys, "explain", "explained_program:step", "explaned", "--cache", "cache")
+    assert (status, out) == (1, "")
+    assert "explained_program:step has no call whose key or operation starts with 'explaned'" in err
+    assert "explained" in err.partition("explaned'")[2]
+    assert run(capsys, "explain", "--missed", "explained", "--cache", "cache")[0] == 0
+
+
 def test_a_verbose_explanation_has_a_line_for_every_tier(folder, capsys):
     forward, backward = run(capsys, "explain", "explained_program:step", "--cache", "cache", "-v")[1].split("\n\n")
     assert "override    no cfg= was given" in forward

@@ -17,7 +17,9 @@ from tests.cli.searches import HOSTILE, SCRIPT, Page, Reported, Tile, call, fail
 
 from ejkernel.cli import main, report_data, report_page
 from ejkernel.ops import PersistentCache
+from ejkernel.ops.autotuner.measure.paired import compare
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
+from ejkernel.ops.autotuner.trials.challenge import Challenge
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.view import Failures, Row
 from ejkernel.ops.config.step_notes import StepNote
@@ -67,6 +69,21 @@ def test_it_shows_the_confirmation_run_and_the_best_so_far(page):
     label = "Best time by number of measurements: 4.0 us after 1, 3.0 us after 2, 2.0 us after 3, of 3"
     assert label in [attrs.get("aria-label") for attrs in page.all("div")]
     assert {"d": "M0 4H300V42H600V96H600"} in page.all("path")
+
+
+def test_a_candidate_that_memory_ruled_out_is_shown_beside_the_fastest_one_that_takes_no_more(tmp_path):
+    samples, peaks = {1: 4.0, 2: 3.9, 3: 3.97, 4: 3.98}, {1: 10 << 20, 2: 30 << 20, 3: 40 << 20, 4: 10 << 20}
+    outcomes = tuple(
+        dataclasses.replace(measured(Tile(n), *[time] * 20), peak_bytes=peaks[n]) for n, time in samples.items()
+    )
+    outcomes = tuple(
+        dataclasses.replace(one, measurement=dataclasses.replace(one.measurement, method="wall")) for one in outcomes
+    )
+    challenge = Challenge(Tile(2), compare([3.9e-6] * 20, [4e-6] * 20, more_bytes=20 << 20), is_confirmation=True)
+    data = AutotuneData(inv=call(), config=outcomes[0].config, outcomes=outcomes, seconds=1.0, challenge=challenge)
+    text = Page(reported(save(tmp_path / "configs", data), tmp_path)).text
+    assert "Result: too little for 20.0 MiB more memory, so the heuristic is kept." in text
+    assert "takes no more memory: order=row rows=4, 100% of the heuristic's time in the run of all candidates" in text
 
 
 def test_it_shows_the_throughput_of_a_kernel_with_a_cost(page):
@@ -171,11 +188,37 @@ def test_the_headline_has_the_newest_step_of_each_program():
         )
 
     steps = [step("train:step", 5e3, "2026-02"), step("train:step", 8e3, "2026-01"), step("<b>:other", 1e4, "2026-01")]
-    text = Page(report_page.page([reported_call(step=each) for each in steps])).text
+    calls = [reported_call(step=each) for each in steps]
+    text = Page(report_page.page(calls)).text
     assert "step of train:step: 10.0 ms -> 5.00 ms, 2.00x" in text
     assert "8.00 ms" not in text
     assert "step of <b>:other: 10.0 ms -> 10.0 ms, 1.00x" in text
     assert "together" not in text
+    calls[1] = dataclasses.replace(calls[1], device="other")
+    text = Page(report_page.page(calls)).text
+    assert "step of train:step on other: 10.0 ms -> 8.00 ms" in text
+
+
+def test_programs_and_shares_of_their_steps_have_columns(tmp_path):
+    folder = tmp_path / "configs"
+    times = {"before_us": 200.0, "after_us": 100.0, "speedup": 2, "low": 1, "high": 1, "rounds": 9}
+    note = StepNote(target="train:step", mapping="each step maps 36 MiB anew", **times)
+    store = MeasurementStore(PersistentCache(folder, shipped=False))
+    for program, rows, notes in (("train:step", 8, [note]), ("other:step", 16, [])):
+        data = found(call(rows))
+        store.program, store.times = program, {data.key: 12}
+        store.save(data)
+        figures = data.summary_data()
+        for each in notes:
+            figures = each.added_to(figures)
+        store.cache.put(data.key, data.config, call=data.inv.description, measured=figures)
+    html = reported(folder, tmp_path)
+    assert re.findall(r'data-l="Program" class="mono">(.*?)</td>', html) == ["other:<wbr>step", "train:<wbr>step"]
+    assert re.findall(r'data-l="Of step".*?>(.*?)</td>', html) == ["-", "24 %"]
+    assert "other programs slowed" not in html
+    busy = [dataclasses.replace(one, share=1.2) for one in report_data.calls_of(store.cache)]
+    assert "More than 100 %: other programs slowed the call" in report_page.page(busy)
+    assert '<p class="soft">each step maps 36 MiB anew</p>' in html
 
 
 def test_a_search_without_a_result_says_why(tmp_path):
@@ -306,6 +349,9 @@ def test_it_shows_how_often_a_run_makes_a_call_if_tune_knew(tmp_path, capsys):
     html = reported(folder, tmp_path)
     assert re.search(r'data-l="Times" class="n" data-v="12">12</td>', html)
     assert "12 times in a run of the tuned program" in html
+    store.program = "train:<b>"
+    store.save(data)
+    assert "12 times in a run of train:&lt;b&gt;" in reported(folder, tmp_path)
     capsys.readouterr()
     assert main(["report", "--cache", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["times"] == 12

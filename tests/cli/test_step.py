@@ -113,8 +113,14 @@ def choice(costs, *, left=lambda: 100.0, broken=()):
         return timed(name, 1.0 + sum(costs[call] for call in news))
 
     winners = [winner(call, gain) for gain, call in enumerate(costs)]
-    before = make("before", {each.key: "old" for each in winners})
+    before = make(step._BEFORE, {each.key: "old" for each in winners})
     return choose(winners, before, make, left)
+
+
+def test_the_memory_that_the_steps_map_anew_is_told_with_and_without_a_slower_step(monkeypatch):
+    monkeypatch.setattr(step, "of_mapping", lambda builds: ", ".join(build.name for build in builds))
+    assert choice({"a": -0.1}).mapping == "without the new configurations, with them"
+    assert choice({"a": 0.1}).mapping == "without the new configurations, with them"
 
 
 def dropped(answer):
@@ -137,12 +143,12 @@ def test_a_step_that_only_seems_slower_is_undecided():
     class Noisy(Timed):
         def run(self):
             super().run()
-            self.samples[-1] *= 1.0 if self.name == "before" else next(noise)
+            self.samples[-1] *= 1.0 if self.name == step._BEFORE else next(noise)
 
     def make(name, configs):
         return Noisy(**vars(timed(name, 1.0)))
 
-    answer = choose([winner("a")], make("before", {}), make, lambda: 1.0)
+    answer = choose([winner("a")], make(step._BEFORE, {}), make, lambda: 1.0)
     assert answer.undecided
     assert not answer.dropped
 
@@ -169,7 +175,7 @@ def test_one_of_two_that_slow_the_step_only_together_is_kept_the_one_that_saves_
         return timed(name, {0: 1.0, 1: 0.9, 2: 1.1}[len(news)])
 
     winners = [winner("a", gain=1.0), winner("b", gain=2.0)]
-    answer = choose(winners, make("before", {}), make, lambda: 100.0)
+    answer = choose(winners, make(step._BEFORE, {}), make, lambda: 100.0)
     assert dropped(answer) == ["a"]
     assert answer.after == pytest.approx(0.9)
 
@@ -233,8 +239,8 @@ def test_a_winner_that_slows_the_step_is_not_kept_and_the_commands_say_why(progr
     status, out, err = tune(capsys, "step")
     why = "8.00x by itself, but the step with it takes 1300.0 ms instead of 1000.0 ms"
     assert status == 0
-    assert f"step_product@v0 f32[64,64] x2: not kept: {why}" in err
-    assert "step: 1000.0 ms -> 1000.0 ms, 1.00x; no new configuration is kept" in err
+    assert f"step_product@v0 f32[64,64] x2: not kept: {why}" in out
+    assert "step: 1000.0 ms -> 1000.0 ms, 1.00x; no new configuration is kept" in out
     assert "1 with the heuristic kept" in err
     assert "repeats=8" in out
     assert repeats() == {64: 8}
@@ -247,8 +253,18 @@ def test_a_winner_that_slows_the_step_is_not_kept_and_the_commands_say_why(progr
 
 def test_a_step_without_new_configurations_is_unchanged(program, capsys, monkeypatch):
     monkeypatch.setenv("STEP_CANDIDATES", "9")
-    assert "step: unchanged, because no call has a new configuration" in tune(capsys, "step")[2]
-    assert "unchanged" not in tune(capsys, "step")[2]
+    assert "step: unchanged, because no call has a new configuration" in tune(capsys, "step")[1]
+    assert "unchanged" not in tune(capsys, "step")[1]
+
+
+def test_the_mapped_memory_and_the_share_of_the_step_are_printed_and_saved(program, capsys, slower, monkeypatch):
+    slower.clear()
+    monkeypatch.setattr(step, "of_mapping", lambda builds: "each step maps 36 MiB anew")
+    assert "each step maps 36 MiB anew\nstep: 1000.0 ms -> 900.0 ms" in tune(capsys, "step")[1]
+    (data,) = json.loads(run(capsys, "report", "--cache", "saved", "--json")[1])
+    assert data["step"]["mapping"] == "each step maps 36 MiB anew"
+    assert data["program"] == "stepped:step"
+    assert data["share"] == pytest.approx(data["tuned_us"] / 0.9e6)
 
 
 @pytest.mark.slow
@@ -265,7 +281,8 @@ def test_the_search_of_a_dropped_winner_shows_what_is_in_force(program, capsys, 
 
 @pytest.mark.slow
 def test_the_other_winners_stay(program, capsys, slower):
-    _, out, _ = tune(capsys, "wide", "--json")
+    _, out, err = tune(capsys, "wide", "--json")
+    assert "\nstep: 1000.0 ms -> 900.0 ms" in err
     assert repeats() == {64: 8, 32: 1}
     found = json.loads(out)["step"]
     assert found["after_us"] == pytest.approx(0.9e6)
@@ -280,8 +297,8 @@ def test_what_was_saved_before_is_restored(program, capsys, slower, monkeypatch)
     tune(capsys, "step")
     assert repeats() == {64: 2}
     monkeypatch.setenv("STEP_CANDIDATES", "12")
-    _, _, err = tune(capsys, "step", "--force")
-    assert "not kept" in err
+    _, out, err = tune(capsys, "step", "--force")
+    assert "not kept" in out
     assert "1 with the configuration saved earlier" in err
     assert repeats() == {64: 2}
     assert "1 call already tuned" in tune(capsys, "step")[2]
@@ -293,25 +310,25 @@ def test_what_was_saved_before_is_restored(program, capsys, slower, monkeypatch)
 )
 def test_a_step_that_should_not_run_is_not_compared_unless_asked(program, capsys, monkeypatch, target, reason):
     monkeypatch.setattr(commands, "_MOST_DRAWN", 1 << 14)
-    _, _, err = tune(capsys, target)
-    assert f"step not compared: {reason}" in err
-    assert "`ejkernel bench stepped:" in err
+    _, out, _ = tune(capsys, target)
+    assert f"step not compared: {reason}" in out
+    assert "`ejkernel bench stepped:" in out
     assert repeats() == {64: 1}
-    assert "\nstep: " in tune(capsys, target, "--check-step")[2]
+    assert "\nstep: " in tune(capsys, target, "--check-step")[1]
 
 
 @pytest.mark.slow
 def test_the_step_of_a_small_program_given_by_types_runs_with_random_arrays(program, capsys):
-    assert "\nstep: " in tune(capsys, "types")[2]
+    assert "\nstep: " in tune(capsys, "types")[1]
 
 
 @pytest.mark.slow
 def test_the_step_is_not_run_if_the_user_says_so_and_compared_by_a_later_run(program, capsys):
-    assert "\nstep" not in tune(capsys, "step", "--no-check-step")[2]
-    _, _, err = tune(capsys, "step")
+    assert "\nstep: " not in tune(capsys, "step", "--no-check-step")[1]
+    _, out, err = tune(capsys, "step")
     assert "1 call already tuned" in err
-    assert "\nstep: " in err
-    assert "\nstep: " not in tune(capsys, "step")[2]
+    assert "\nstep: " in out
+    assert "\nstep: " not in tune(capsys, "step")[1]
 
 
 @pytest.mark.slow
@@ -319,10 +336,10 @@ def test_an_undecided_step_is_compared_again_by_the_next_run(program, capsys, mo
     with monkeypatch.context() as patch:
         chosen = step.choose
         patch.setattr(step, "choose", lambda *given: dataclasses.replace(chosen(*given), undecided=True))
-        assert "the next run compares it again" in tune(capsys, "step")[2]
+        assert "the next run compares it again" in tune(capsys, "step")[1]
     assert repeats() == {64: 1}
-    assert "\nstep: " in tune(capsys, "step")[2]
-    assert "\nstep: " not in tune(capsys, "step")[2]
+    assert "\nstep: " in tune(capsys, "step")[1]
+    assert "\nstep: " not in tune(capsys, "step")[1]
 
 
 @pytest.mark.parametrize(("low", "said"), [(0.99, True), (1.01, False)])
@@ -338,7 +355,7 @@ def test_a_gain_within_the_noise_is_not_called_one(low, said):
 
 def test_a_long_step_is_not_compared(program, capsys, monkeypatch):
     monkeypatch.setattr(step, "build", lambda name, *_, **__: timed(name, 60.0))
-    assert "step not compared: that takes about 960 s more" in tune(capsys, "step")[2]
+    assert "step not compared: that takes about 960 s more" in tune(capsys, "step")[1]
 
 
 @pytest.mark.slow
@@ -353,7 +370,7 @@ def test_an_interruption_leaves_the_winners_saved_for_a_later_comparison(program
     assert "the next run compares it" in err
     assert "repeats=1" in err
     assert repeats() == {64: 1}
-    assert "\nstep: " in tune(capsys, "step")[2]
+    assert "\nstep: " in tune(capsys, "step")[1]
 
 
 @pytest.mark.slow
@@ -373,7 +390,7 @@ def test_an_entry_that_another_process_replaced_meanwhile_is_left_alone(program,
 
 @pytest.mark.slow
 def test_the_step_of_a_program_runs_in_a_process_of_its_own(program, capsys):
-    status, _, err = run(capsys, "tune", "stepped:step", "--cache", "saved")
+    status, out, _ = run(capsys, "tune", "stepped:step", "--cache", "saved")
     assert status == 0
-    assert "\nstep: " in err
+    assert "\nstep: " in out
     assert jax.devices()[0].platform == "cpu"

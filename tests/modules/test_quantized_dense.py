@@ -203,6 +203,8 @@ def test_rejected_arguments_of_a_trained_layer_are_named():
         ({"gradient_dtype": "bfloat16"}, "gradient_dtype must be one of"),
         ({"w": normal(2, 16, 4)}, "w a matrix"),
         ({"w": normal(8, 4)}, r"w a matrix \[k, n\]; got .*\[8, 4\]"),
+        ({"x": jnp.ones((4, 16), "int32")}, r"x must be in bfloat16, float16, float32; got int32\[4, 16\]"),
+        ({"w": jnp.ones((16, 4), "int8")}, r"w must be in bfloat16, float16, float32; got int8\[16, 4\]"),
         ({"implementation": "cudnn"}, "implementation must be one of"),
         ({"block": 64}, "block must be 128 or None"),
         ({"scaling": 16}, "scaling must be DelayedScaling or None, got 16"),

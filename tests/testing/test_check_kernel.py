@@ -394,3 +394,38 @@ def test_an_invalid_kernel_or_group_is_an_error():
         check_kernel(wrong_kernels.right_sine, x, unavailable={"speed": "slow"})
     with pytest.raises(ArgumentError, match=r"without must name groups of checks.*got 'speed'"):
         check_kernel(wrong_kernels.right_sine, x, without=["speed"])
+
+
+class Halves(sample_kernels.WithRule):
+    """`cfg` changes the call's program, but not that of its gradient rule."""
+
+    def run(self, x, w, *, cfg):
+        return jnp.concatenate([sample_kernels.tanh_matmul(part, w) for part in jnp.split(x, cfg)])
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+    def config_space(self, inv):
+        return [1, 2]
+
+
+class Idle(Halves):
+    """`cfg` changes nothing."""
+
+    def run(self, x, w, *, cfg):
+        return sample_kernels.tanh_matmul(x, w)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "configs", "said"),
+    [
+        (Halves("halves"), None, ["check the use of cfg in the gradient rule"]),
+        (Idle("idle"), None, ["check the use of cfg in run and the gradient rule"]),
+        (Idle("idle"), [1], []),
+        (sample_kernels.Plain("plain"), None, []),
+    ],
+)
+def test_configurations_that_lower_to_one_program_are_called_so(kernel, configs, said):
+    report = check_kernel(kernel, x, w, configs=configs, without=only("gradient"))
+    rows = [row for row in report.rows if row.check == "configurations differ"]
+    assert [row.reason.partition("; ")[2] for row in rows] == said

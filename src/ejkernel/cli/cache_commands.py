@@ -40,7 +40,12 @@ older_than = click.option(
 
 @click.group(cls=Group)
 def cache() -> None:
-    """Show, check, clean and share the folder of saved configurations."""
+    """Show, check, clean and share the folder of saved configurations.
+
+    Programs read and write one folder, EJKERNEL_CACHE_DIR or ~/.cache/ejkernel/configs. EJKERNEL_CACHE_LAYERS lists
+    further folders and URLs, separated by commas. Programs read them for calls that the folder lacks, and never write
+    to them.
+    """
 
 
 @cache.command()
@@ -167,6 +172,7 @@ def push(url: str, cache: Path | None, merge: bool, dry_run: bool, as_json: bool
 
     URL is an fsspec URL, e.g. s3://bucket/prefix, gs://bucket/prefix or file:///shared/folder; by default the only URL
     in EJKERNEL_CACHE_LAYERS. Better entries of the shared cache stay, and entries pushed by other users are never lost.
+    To copy to a folder, use `ejkernel cache merge`.
     """
     from ejkernel.cli.sharing import run_push
 
@@ -198,7 +204,7 @@ def pull(url: str, cache: Path | None, dry_run: bool, as_json: bool) -> int:
 @dry_exchange
 @as_json
 def merge(sources: tuple[str, ...], cache: Path | None, dry_run: bool, as_json: bool) -> int:
-    """Copy better entries and searches here.
+    """Copy better entries and searches into the cache folder.
 
     Entries come from folders and URLs, searches from folders. Of two entries measured with the same versions, the
     greater speed-up over the heuristic wins; otherwise the entry measured with the versions here, or else the newer

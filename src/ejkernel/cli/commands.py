@@ -96,7 +96,11 @@ aim = click.option(
     shell_complete=_targets,
     help="Device: here, nvidia_h100, nvidia_h200, tpu_v4, tpu_v5e, tpu_v5p, tpu_v6e or tpu7x.",
 )
-read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL_CACHE_DIR by default.")
+read_cache = click.option(
+    "--cache",
+    type=FOLDER,
+    help="Folder to read instead of EJKERNEL_CACHE_DIR and EJKERNEL_CACHE_LAYERS.",
+)
 
 
 @click.command()
@@ -279,6 +283,7 @@ def _share_devices() -> None:
 
 @click.command()
 @click.argument("target", metavar="[MODULE:FUNCTION|FILE]", required=False, default="")
+@click.argument("prefix", required=False, default="")
 @imports
 @click.option("--missed", is_flag=True, help="Explain the calls noted with EJKERNEL_NOTE_MISSES=1.")
 @aim
@@ -287,17 +292,23 @@ def _share_devices() -> None:
 @click.option(
     "--verbose", "-v", is_flag=True, help="Print a line for every tier, also for those without an answer or not asked."
 )
-def explain(target: str, imports: tuple[str, ...], missed: bool, device: str, **options: Any) -> int:
+def explain(target: str, prefix: str, imports: tuple[str, ...], missed: bool, device: str, **options: Any) -> int:
     """Explain where each call of a program gets its configuration.
 
-    MODULE:FUNCTION and FILE are as for `ejkernel tune`. The command asks the tiers in the order that a call asks them,
-    down to the first hit: cfg= of the call (override), overlays, the answer of all processes of a program (agreed),
-    memory, saved entries (persistent), entries in the package for this device (shipped), updated copies of shared
-    caches (shared), a search (autotune, only with EJKERNEL_ON_MISS=tune), entries to tune again (stale), entries in the
-    package for a similar device (sister), the entry of the forward call, on TPUs configurations of others (published)
-    and by a simulator (estimated), the heuristic. This command measures and saves nothing.
+    MODULE:FUNCTION and FILE are as for `ejkernel tune`. PREFIX selects calls as in `ejkernel show`, e.g. by the start
+    of an operation's name: ejkernel explain train:step flash.
+
+    The command asks the tiers in the order that a call asks them, down to the first hit: cfg= of the call (override),
+    overlays, the answer of all processes of a program (agreed), memory, saved entries (persistent), entries in the
+    package for this device (shipped), updated copies of shared caches (shared), a search (autotune, only with
+    EJKERNEL_ON_MISS=tune), entries to tune again (stale), entries in the package for a similar device (sister), the
+    entry of the forward call, on TPUs configurations of others (published) and by a simulator (estimated), the
+    heuristic. This command measures and saves nothing.
+
     With --target, the program of MODULE:FUNCTION is traced for that device, which need not be here.
     """
+    if missed and not prefix and ":" not in target:  # else it names a program
+        target, prefix = "", target
     if bool(target) == missed:
         raise click.UsageError("pass one of MODULE:FUNCTION, FILE and --missed.")
     if device != "here" and ":" not in target:
@@ -305,7 +316,7 @@ def explain(target: str, imports: tuple[str, ...], missed: bool, device: str, **
     _prepare_for(device)
     from ejkernel.cli.explain import run_explain
 
-    run_explain(target, imports, missed=missed, device=device, **options)
+    run_explain(target, imports, prefix=prefix, missed=missed, device=device, **options)
     return 0
 
 

@@ -13,7 +13,7 @@ import click
 
 from ejkernel.cli import report
 from ejkernel.cli.programs import import_operations, import_users, look_here, module_named
-from ejkernel.cli.show import opened
+from ejkernel.cli.show import begins, none_begins, opened
 from ejkernel.cli.sources import Source, find_on
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.trials.status import SearchState
@@ -22,6 +22,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain, Consulted
 from ejkernel.ops.config.tiers.tier import AUTOTUNE, MEMORY, ORDER, PERSISTENT, SHARED, SHIPPED
 from ejkernel.ops.core.kernel import Kernel, living_kernels, overrides, run_forms
+from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.execution.executor import default_executor
 from ejkernel.ops.execution.explain import Explanation, explain_call
@@ -61,6 +62,7 @@ def run_explain(
     missed: bool,
     cache: Path | None,
     as_json: bool,
+    prefix: str = "",
     device: str = "here",
     verbose: bool = False,
 ) -> None:
@@ -72,6 +74,7 @@ def run_explain(
         missed: Whether to explain the noted misses instead.
         cache: The folder to read.
         as_json: Whether to print JSON.
+        prefix: The start of the key or operation of the calls to explain.
         device: Name of the target to explain the calls for.
         verbose: Whether each tier gets a line, also those that have no answer for the usual reason.
     """
@@ -81,7 +84,10 @@ def run_explain(
         found = find_on(source, aim)
         # After the program's import, which may set the default executor.
         chooser = usual_chain(store if cache is not None else None)
-        explained = [explain_call(chooser, inv, DEFAULT_PREFIX) for inv in found.calls]
+        every = [explain_call(chooser, inv, DEFAULT_PREFIX) for inv in found.calls]
+    explained = [why for why in every if begins(_key_of(why), prefix)]
+    if every and not explained:
+        raise none_begins(found.name, "call", [prefix], list(map(_key_of, every)))
     click.echo(report.found(found.name, found.calls, found.device), err=True)
     target_name = "" if device == "here" else device
     if as_json:
@@ -93,6 +99,11 @@ def run_explain(
     if found.empty and not found.calls:
         raise TuningError(found.empty)
     click.echo(counts_in_words(explained, target or "--missed", "" if device == "here" else aim.fingerprint), err=True)
+
+
+def _key_of(why: Explanation) -> ConfigKey:
+    """Return the key of a call; one that no key can name has its operation alone."""
+    return why.key or ConfigKey(device="", op=why.op_id_v, call="")
 
 
 def usual_chain(store: PersistentCache | None) -> Any:

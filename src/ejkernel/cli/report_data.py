@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from ejkernel.cli.peaks import Peak, Peaks, main_dtype
@@ -75,7 +76,9 @@ class CallReport(SearchView):
         notes: Why the heuristic stays, and further remarks on the search.
         throughput: The throughput with the heuristic and tuned, if the kernel defines a cost.
         peak: The peak of the device, if it is known and the kernel defines a cost.
-        times: How often a run of the program that was tuned makes the call; `None` if unknown.
+        program: The program for which the call was tuned, as typed; empty if unknown.
+        times: How often a run of the program makes the call; `None` if unknown.
+        share: The time of all these calls as a fraction of the program's step; `None` if unknown.
         step: The comparison of the program's step after the last search; `None` without one.
     """
 
@@ -95,7 +98,9 @@ class CallReport(SearchView):
     notes: tuple[str, ...] = ()
     throughput: tuple[Throughput, ...] = ()
     peak: Peak | None = None
+    program: str = ""
     times: int | None = None
+    share: float | None = None
     step: StepNote | None = None
 
     @property
@@ -139,7 +144,24 @@ def calls_of(store: PersistentCache, peaks: Peaks | None = None, *, newest: int 
         ]
         found = [_of_history(history, peaks) for history in histories.values()]
         found += [CallReport(**_identity(one.key, one.call, one.provenance), **_saved(one)) for one in alone]
-    return sorted(found, key=lambda call: (call.op, call.device, call.arguments, call.call))
+    return sorted(_with_shares(found), key=lambda call: (call.op, call.device, call.arguments, call.call))
+
+
+def steps_of(calls: Sequence[CallReport]) -> dict[tuple[str, str], StepNote]:
+    """Return the newest comparison of each program's step, by program and device."""
+    known = [(call.step, call.device) for call in calls if call.step is not None]
+    return {(step.target, device): step for step, device in sorted(known, key=lambda each: each[0].time)}
+
+
+def _with_shares(calls: Sequence[CallReport]) -> Iterator[CallReport]:
+    """Yield the calls with their shares of the steps that were measured."""
+    steps = steps_of(calls)
+    for call in calls:
+        step = steps.get((call.program, call.device))
+        if step is None or call.tuned_us is None or call.times is None or not step.after_us > 0:
+            yield call
+        else:
+            yield dataclasses.replace(call, share=call.tuned_us * call.times / step.after_us)
 
 
 def _saved(entry: StoredEntry) -> dict[str, Any]:
@@ -156,8 +178,14 @@ def _saved(entry: StoredEntry) -> dict[str, Any]:
         "clock": _stored_clock(entry),
         "search": stored_in_words(entry.measured),
         "source": f"{_place(entry)}; the file of its search is not here",
-        "step": StepNote.stored_in(entry.measured),
+        **_in_program(entry),
     }
+
+
+def _in_program(entry: StoredEntry, program: str = "") -> dict[str, Any]:
+    """Return the program of an entry and the comparison of its step."""
+    step = StepNote.stored_in(entry.measured)
+    return {"step": step, "program": printable(program or ("" if step is None else step.target))}
 
 
 def _stored_time(entry: StoredEntry, name: str) -> float | None:
@@ -211,8 +239,8 @@ def _of_history(history: CallHistory, peaks: Peaks) -> CallReport:
         notes.append(
             f"the cache has {others} of this call; `ejkernel report --against previous` compares the newest two"
         )
-    step = None if entry is None else StepNote.stored_in(entry.measured)
-    return dataclasses.replace(found, notes=(*found.notes, *map(printable_lines, notes)), step=step)
+    known = {} if entry is None else _in_program(entry, search.program)
+    return dataclasses.replace(found, notes=(*found.notes, *map(printable_lines, notes)), **known)
 
 
 def _of_search(search: StoredSearch, peaks: Peaks, source: str) -> CallReport:
@@ -234,6 +262,7 @@ def _of_search(search: StoredSearch, peaks: Peaks, source: str) -> CallReport:
         notes=tuple(map(printable_lines, filter(None, notes))),
         throughput=throughput,
         peak=peak,
+        program=printable(search.program),
         times=search.times if search.times > 0 else None,
     )
 

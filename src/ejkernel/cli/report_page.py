@@ -16,12 +16,11 @@ from ejkernel.cli import report
 from ejkernel.cli.comparison import Comparison, compare
 from ejkernel.cli.peaks import Peaks
 from ejkernel.cli.programs import import_operations, import_users, look_here
-from ejkernel.cli.report_data import CallReport, calls_of
+from ejkernel.cli.report_data import CallReport, calls_of, steps_of
 from ejkernel.cli.roofline import rooflines_of
 from ejkernel.cli.show import opened
 from ejkernel.ops.config._files import version
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.step_notes import StepNote
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import counted, ratio
@@ -166,6 +165,7 @@ def page(calls: Sequence[CallReport], place: str = "") -> str:
         calls=calls,
         place=printable(place),
         gains=_gains(calls),
+        mappings=dict.fromkeys(printable(step.mapping) for step in steps_of(calls).values() if step.mapping),
         devices=sorted({call.device for call in calls}),
         rooflines=rooflines_of(calls),
         **_stamp(),
@@ -177,11 +177,17 @@ def _gains(calls: Sequence[CallReport]) -> list[tuple[str, str, str]]:
 
     Each gain has a name, the figure, and how it was measured.
     """
-    newest: dict[str, StepNote] = {}
-    for step in sorted((call.step for call in calls if call.step is not None), key=lambda step: step.time):
-        newest[step.target] = step
     how = "the whole step without and with the new configurations of the last ejkernel tune, in alternation"
-    steps = [(f"step of {printable(each.target)}", each.times, how) for each in newest.values()]
+    newest = steps_of(calls)
+    is_one = len({device for _, device in newest}) < 2
+    steps = [
+        (
+            f"step of {printable(target)}{'' if is_one else f' on {device}'}",
+            step.times,
+            how,
+        )
+        for (target, device), step in newest.items()
+    ]
     return steps or [_gain_of_calls(calls)]
 
 

@@ -243,5 +243,5 @@ def _only_layer() -> str:
 def _shared(url: str, folder: Path, *, may_be_new: bool = False, bounded: bool = True) -> SharedPlace:
     if not is_url(url):
         like = Path(url).absolute().as_uri() if os.sep in url else "s3://bucket/prefix or file:///shared/ejkernel"
-        raise ConfigError(f"{url!r} is not a URL; pass a URL such as {like}.")
+        raise ConfigError(f"{url!r} is not a URL; pass a URL such as {like}. `ejkernel cache merge` copies to folders.")
     return SharedPlace(url, folder, may_be_new=may_be_new, bounded=bounded)

@@ -54,16 +54,16 @@ def run_show(cache: Path | None, as_json: bool, log: str | None = None, prefix: 
     shown: list[Any] = []  # of rows, or of data
     for _, entry in store.entries():  # one at a time: ten thousand of them take 100 MB
         keys.append(entry.key)
-        if not prefix or _begins(entry.key, prefix):
+        if not prefix or begins(entry.key, prefix):
             shown.append(_as_data(entry) if as_json else _cells(entry))
     failed = 0
     for search in MeasurementStore(store).without_entry():
         keys.append(search.key)
-        if _begins(search.key, prefix):
+        if begins(search.key, prefix):
             failed += search.progress.state == SearchState.FAILED
             shown.append(_as_data(search) if as_json else _open_cells(search))
     if prefix and not shown:
-        raise _none(store, "entry", [prefix], keys)
+        raise none_begins(store.path, "entry", [prefix], keys)
     if as_json:
         report.echo_json(shown)
     elif shown:
@@ -81,24 +81,25 @@ def run_show(cache: Path | None, as_json: bool, log: str | None = None, prefix: 
 def run_show_entries(cache: Path | None, prefix: str, as_json: bool) -> None:
     """Run `ejkernel cache show`."""
     store = opened(cache)
-    entries = [entry for _, entry in store.entries() if _begins(entry.key, prefix)]
+    entries = [entry for _, entry in store.entries() if begins(entry.key, prefix)]
     if not entries:
-        raise _none(store, "entry", [prefix], [entry.key for _, entry in store.entries()])
+        raise none_begins(store.path, "entry", [prefix], [entry.key for _, entry in store.entries()])
     if as_json:
         report.echo_json([_as_data(entry) for entry in entries])
     else:
         click.echo("\n\n".join(map(_in_full, entries)))
 
 
-def _none(cache: PersistentCache, what: str, prefixes: Sequence[str], keys: Sequence[Any]) -> ConfigError:
+def none_begins(place: object, what: str, prefixes: Sequence[str], keys: Sequence[Any]) -> ConfigError:
+    """Return the error that none of `keys`, in `place`, begins with all `prefixes`; `what` they are."""
     names = {key.op.partition("@")[0] for key in keys if isinstance(key, ConfigKey)}
     starts = " and ".join(map(repr, prefixes))
-    text = f"{cache.path} has no {what} with a call or operation that starts with {starts}"
+    text = f"{place} has no {what} whose key or operation starts with {starts}"
     suggestions = (did_you_mean(prefix.rpartition(":")[0] or prefix, names) for prefix in prefixes)
     return ConfigError(f"{text}{next(filter(None, suggestions), '')}")
 
 
-def _begins(key: Any, prefix: str) -> bool:
+def begins(key: Any, prefix: str) -> bool:
     """Return whether a call's key, or its operation, or `operation:key`, starts with `prefix`."""
     if not isinstance(key, ConfigKey):
         return False
@@ -178,9 +179,9 @@ def _show_searches(cache: PersistentCache, prefixes: Sequence[str], as_json: boo
     Each of `prefixes` starts the call's key or operation.
     """
     calls = MeasurementStore(cache).by_call()
-    chosen = [history for key, history in calls.items() if all(_begins(key, prefix) for prefix in prefixes)]
+    chosen = [history for key, history in calls.items() if all(begins(key, prefix) for prefix in prefixes)]
     if not chosen:
-        raise _none(cache, "search", prefixes, list(calls))
+        raise none_begins(cache.path, "search", prefixes, list(calls))
     found = [search for history in chosen for search in history.shown_and_newer]
     if as_json:
         report.echo_json([_search_as_data(search) for search in found])

@@ -31,7 +31,9 @@ from ejkernel.ops.utils.formatting import durations, ratio
 _ROUNDS: Final = 100  # of a comparison, at most
 _RACE: Final = 10.0  # seconds of a comparison, at most, unless `FEWEST` rounds take longer
 _DOUBT: Final = 0.98  # of the speed: once a step was slower, a configuration must not seem to slow it by more
-_BEFORE, _AFTER, _KEPT, _NEXT = "before", "after", "kept", "next"
+# Names of builds.
+_BEFORE, _AFTER = "without the new configurations", "with them"
+_KEPT, _NEXT = "with those kept", "with one more"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,7 @@ class Answer:
         over: Their ratio, with its interval; 1 if none is kept.
         rounds: The rounds of this comparison.
         dropped: Why configurations are not kept, by call.
-        mapping: How much memory the steps map anew, if configurations were dropped; see `of_mapping`.
+        mapping: How much memory the steps without and with all new configurations map anew; see `of_mapping`.
         undecided: Whether the new configurations seem to slow the step, but within the noise.
         skipped: Why the step was not compared; empty if it was.
     """
@@ -149,7 +151,8 @@ def choose(winners: Sequence[Winner], before: Build, make: Make, left: Callable[
     else:
         found = _race(builds, left())
         if not is_slower(found.over[_BEFORE]):
-            return dataclasses.replace(_answer_of(found), undecided=_may_be_slower(found.over[_BEFORE]))
+            undecided = _may_be_slower(found.over[_BEFORE])
+            return dataclasses.replace(_answer_of(found), undecided=undecided, mapping=of_mapping(builds))
         search = _Search(before, found.seconds[_BEFORE], configs, _slowed(found, _AFTER))
     if len(winners) == 1:
         search.drop(winners[0], f"with it {search.together}")

@@ -73,6 +73,7 @@ class Checked:
             time=self.time.isoformat(timespec="seconds"),
             dropped=to_data(winner.after) if why else None,
             why=f"{why} ({self.target})" if why else "",
+            mapping=answer.mapping,
         )
 
     def lines(self) -> list[str]:
@@ -101,12 +102,8 @@ class Checked:
             for winner in self.winners
             if (why := self.answer.dropped.get(winner.key))
         ]
-        return note | {
-            "dropped": dropped,
-            "why": self.answer.mapping,
-            "undecided": self.answer.undecided,
-            "skipped": None,
-        }
+        del note["why"]  # of one call
+        return note | {"dropped": dropped, "undecided": self.answer.undecided, "skipped": None}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +251,11 @@ def _saved_seconds(entry: StoredEntry) -> float:
     times = (entry.measured or {}).get("heuristic")
     found = times.get("median_us") if isinstance(times, dict) else None
     return found / 1e6 * (1 - 1 / entry.speedup) if isinstance(found, int | float) and entry.speedup else 0.0
+
+
+def step_lines(checked: Checked | None) -> list[str]:
+    """Return what the command says of the step at the end; `None` if no call has a new configuration."""
+    return ["step: unchanged, because no call has a new configuration"] if checked is None else checked.lines()
 
 
 def settled(result: AutotuningResult, checked: Checked | None) -> AutotuningResult:

@@ -26,7 +26,7 @@ from ejkernel.cli.outcome import TuneOutcome
 from ejkernel.cli.progress import bars
 from ejkernel.cli.saved import SavedCalls
 from ejkernel.cli.sources import Source, find, find_by, find_for_mesh, find_sendable
-from ejkernel.cli.step_check import SHARE, Checked, StepCheck, settled
+from ejkernel.cli.step_check import SHARE, Checked, StepCheck, settled, step_lines
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
@@ -180,6 +180,7 @@ def _tune_found(
     saved = SavedCalls(chain)
     todo = _calls_to_tune(options, saved, found, console)
     if chain.store is not None:
+        chain.store.program = source.program.target if source.program is not None else ""
         chain.store.times = found.times
     check = _step_check(options, source, found, saved)
     share = 1.0 if check is None or check.why_not else 1 - SHARE
@@ -205,10 +206,9 @@ def _tune_found(
         failed = outcome.failed
         _print(console, outcome.lines())
     _print(console, saved.doubts(tried, result.searches, options.budget))
-    if checked is not None:
-        _print(console, checked.lines())
-    elif check is not None and tried:
-        _print(console, ["step: unchanged, because no call has a new configuration"])
+    if check is not None and (tried or checked is not None):
+        for line in step_lines(checked):  # JSON contains them
+            click.echo(report.wrapped(line), err=options.as_json)
     found.settle(saved.is_tuned)
     if todo and not result.searches:
         raise TuningError("no call could be tuned; the warnings above say why.")

@@ -167,23 +167,32 @@ def store_as_it_is(target: Any, values: Any) -> None:
         store(target, values, optimized=False)
 
 
-# PTX from a register with two pairs to the two first or second numbers in float16; `BYTES` is what prmt selects.
+# PTX from a register with two pairs to the two first or second numbers, widened; `BYTES` is what prmt selects. An
+# integer in the low bits of a large power of two, with its sign flipped or split off, differs from it by a constant.
 _WIDEN = {
-    # float8 is the only type that has an instruction, and float16 its only target.
-    "float8_e4m3fn": "prmt.b32 pairs, $1, $1, BYTES; mov.b32 {low, high}, pairs; cvt.rn.f16x2.e4m3x2 $0, low;",
-    # With its sign flipped, an integer in the low bits of 1024 is 1152 more than itself.
-    "int8": "prmt.b32 pairs, $1, $1, BYTES; lop3.b32 pairs, pairs, 0x00ff00ff, 0x64806480, 0x6a; "
+    # float8_e4m3fn has an instruction, whose only target is float16.
+    ("float8_e4m3fn", "float16"): "prmt.b32 pairs, $1, $1, BYTES; mov.b32 {low, high}, pairs; "
+    "cvt.rn.f16x2.e4m3x2 $0, low;",
+    ("float8_e5m2", "float16"): "mov.b32 bias, 0; prmt.b32 $0, $1, bias, BYTES;",  # float16 with fewer digits
+    ("int8", "float16"): "xor.b32 pairs, $1, 0x80808080; mov.b32 bias, 0x64646464; prmt.b32 pairs, pairs, bias, BYTES; "
     "mov.b32 bias, 0x64806480; sub.rn.f16x2 $0, pairs, bias;",
+    ("int8", "bfloat16"): "mov.b32 bias, 0x43434343; prmt.b32 pairs, $1, bias, BYTES; and.b32 bias, pairs, 0xff80ff80; "
+    "and.b32 pairs, pairs, 0xff7fff7f; sub.rn.bf16x2 $0, pairs, bias;",
 }
-_BYTES = {"float8_e4m3fn": ("0x0020", "0x0031"), "int8": ("0x3210", "0x0301")}
+_BYTES = {
+    "float8_e4m3fn": ("0x0020", "0x0031"),
+    "float8_e5m2": ("0x2404", "0x3414"),
+    "int8": ("0x4240", "0x4341"),
+}
 
 
-def widened_pairs(pairs: Any, dtype: str) -> tuple[Any, Any]:
-    """Return the first and the second numbers of pairs of 8 bits, in float16, in a Mosaic GPU kernel.
+def widened_pairs(pairs: Any, dtype: str, wide: str = "float16") -> tuple[Any, Any]:
+    """Return the first and the second numbers of pairs of 8 bits, in 16 bits, in a Mosaic GPU kernel.
 
     Args:
         pairs: int16, in the layout of a product's result; that of the results.
-        dtype: The dtype of the numbers, float8_e4m3fn or int8.
+        dtype: The dtype of the numbers.
+        wide: The dtype of the results: float16 or, for int8, bfloat16.
     """
     from jax.experimental.mosaic import gpu
     from jax.experimental.mosaic.gpu import utils
@@ -193,14 +202,15 @@ def widened_pairs(pairs: Any, dtype: str) -> tuple[Any, Any]:
 
     plgpu: Any = mosaic_gpu  # as in `_hopper.launch`
     layout = plgpu.Layout.WGMMA
-    half = plgpu.ShapeDtypeStruct(pairs.shape, jnp.float16, layout=layout)
+    half = plgpu.ShapeDtypeStruct(pairs.shape, jnp.dtype(wide), layout=layout)
 
     def widened(register: Any, selected: str) -> Any:
         word = ir.IntegerType.get_signless(32)
-        text = _WIDEN[dtype].replace("BYTES", selected)
+        text = _WIDEN[dtype, wide].replace("BYTES", selected)
         text = f"{{ .reg .b32 pairs, bias; .reg .b16 low, high; {text} }}"
         made: Any = llvm.inline_asm(word, [utils.bitcast(register, word)], text, "=r,r")  # its type differs by version
-        return utils.bitcast(made, ir.VectorType.get((2,), ir.F16Type.get()))
+        number = ir.F16Type.get() if wide == "float16" else ir.BF16Type.get()
+        return utils.bitcast(made, ir.VectorType.get((2,), number))
 
     def split(context: Any, pairs: Any) -> tuple[Any, ...]:
         del context

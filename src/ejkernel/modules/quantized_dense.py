@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from ejkernel import compat
 from ejkernel.kernels._options import type_text
+from ejkernel.kernels.quantized_matmul.operation import OUTPUTS
 from ejkernel.kernels.quantized_matmul.quantized import LARGEST, Quantized, canonical_dtype, quantize_by
 from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 from ejkernel.ops.errors import ArgumentError
@@ -111,7 +112,7 @@ def quantized_dense(
     if not is_array(x) or not x.shape or not is_array(w) or len(w.shape) != 2 or x.shape[-1] != w.shape[0]:
         raise ArgumentError(f"x must be [..., k] and w a matrix [k, n]; got {type_text(x)} and {type_text(w)}.")
     recipe = _recipe(dtype, gradient_dtype, accumulation, implementation)
-    x, w = jnp.asarray(x), jnp.asarray(w)
+    x, w = _of_floats("x", x), _of_floats("w", w)
     if block not in (None, BLOCK) or (block and scaling is not None):
         raise ArgumentError(f"block must be {BLOCK} or None, and None with scaling; got {block!r}.")
     if scaling is None:
@@ -169,7 +170,7 @@ def quantized_grouped_dense(
     if block not in (None, BLOCK):
         raise ArgumentError(f"block must be {BLOCK} or None; got {block!r}.")
     layer = _blocked_groups if block else _grouped
-    return layer(recipe, jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes))
+    return layer(recipe, _of_floats("lhs", lhs), _of_floats("rhs", rhs), jnp.asarray(group_sizes))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +231,14 @@ class _Type:
         """Return the gradient in the array's type."""
         found: jax.Array = compat.as_gradient_of(self.aval, gradient)
         return found
+
+
+def _of_floats(name: str, array: Any) -> jax.Array:
+    """Return an argument as a JAX array of a supported dtype."""
+    found = jnp.asarray(array)
+    if str(found.dtype) not in OUTPUTS:
+        raise ArgumentError(f"{name} must be in {', '.join(OUTPUTS)}; got {type_text(found)}. Cast it.")
+    return found
 
 
 def _rows(x: jax.Array) -> jax.Array:

@@ -16,10 +16,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from ejkernel.ops.autotuner.trials.candidates import LISTED, config_id, heuristic_of
+from ejkernel.ops.autotuner.bench.preparation import lower
+from ejkernel.ops.autotuner.trials.candidates import LISTED, config_id, heuristic_of, program_digest
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config
+from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config, has_gradient_rule
+from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
 from ejkernel.ops.utils.error_text import error_text
@@ -170,9 +172,36 @@ def _rows(subject: Subject, configs: Sequence[Any], given: Collection[object] | 
         if first is not None:
             failed[index] = first
             yield from _left_out(rows, usual, config, first, fully=is_full)
+    if given is None and not failed and not subject.scope.is_brief:
+        yield from _alike_rows(numbers, configs)
     yield from _input_rows(numbers, configs, failed, given)
     yield from _call_rows(numbers, configs[0])
     yield from _form_rows(subject, configs[0])
+
+
+def _alike_rows(numbers: Numbers, configs: Sequence[Any]) -> Iterator[CheckRow]:
+    """Yield a skipped row if all configurations lower to one program, of the call or of its backward."""
+    subject = numbers.subject
+    calls = {"run": (subject.inv, configs)}
+    try:
+        has_rule = numbers.has_gradient and has_gradient_rule(subject.kernel)
+        if "gradient" not in subject.scope.without and has_rule and (inv := backward_call(numbers)):
+            calls["the gradient rule"] = inv, _configs(subject, inv, None)[0]
+        alike = [part for part, (inv, found) in calls.items() if _are_alike(subject, inv, found)]
+    except Exception as error:  # noqa: BLE001 - the kernel's hooks; other rows report the error
+        logger.debug("%s: programs not compared: %s", subject.inv.op_id, error_text(error))
+        return
+    if alike:
+        reason = f"all lower to one program, so tuning has no choice; check the use of cfg in {' and '.join(alike)}"
+        yield row("configurations differ", None, reason, skipped=True)
+
+
+def _are_alike(subject: Subject, inv: Invocation[Any, Any], configs: Sequence[Any]) -> bool:
+    """Return whether a call has several configurations, and all lower to one program."""
+    choices = (Choice(config=config, platform=subject.platform) for config in configs)
+    found = (program_digest(lower(inv, choice).as_text()) for choice in choices)
+    first = next(found, None)
+    return first is not None and len(configs) > 1 and all(other == first for other in found)
 
 
 def _planned(subject: Subject, configs: Sequence[Any]) -> Steps:

@@ -30,7 +30,7 @@ GROUPS = 8
 def dense(dtypes, rows=M, **options):
     """Return the arguments of a product."""
     x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(((rows, K), (N, K)), dtypes, strict=True))
-    own = {} if dtypes[0] == "bfloat16" else {"x_block": (1, None)}
+    own = {} if "float16" in dtypes[0] else {"x_block": (1, None)}
     options = {**own, "w_block": (1, None), "transpose_w": True, **options}
     blocks = (x, options.get("x_block")), (w, options["w_block"])
     shapes = [block and scale_shape(array.shape, block) for array, block in blocks]
@@ -71,8 +71,8 @@ def calls():
     yield "blocks", quantized_matmul, *dense(both, x_block=(1, 128), w_block=(128, 128))
     yield "blocks of columns", quantized_matmul, *dense(both, x_block=(1, 128), w_block=(1, 128))
     yield "few rows", quantized_matmul, *dense(both, rows=64)
-    for w in both[0], "int8":
-        yield f"few wide rows by {w}", quantized_matmul, *dense(("bfloat16", w), rows=64)
+    for x, w in (("bfloat16", both[0]), ("bfloat16", "float8_e5m2"), ("bfloat16", "int8"), ("float16", "int8")):
+        yield f"few rows of {x} by {w}", quantized_matmul, *dense((x, w), rows=64)
     x = jax.ShapeDtypeStruct((M, K), "bfloat16")
     yield "quantising", quantize_blocks, (x,), {"transposed": True}
     groups = jax.ShapeDtypeStruct((GROUPS,), "int32")

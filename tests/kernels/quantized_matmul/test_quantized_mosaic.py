@@ -116,6 +116,7 @@ SIMULATED = {
     "few rows, int8": ((7, 200, 384), ("int8", "int8"), {"block_m": 64, "block_n": 96, "stages": 2}, {}),
     "few wide rows, int8": ((33, 300, 130), ("bfloat16", "int8"), {"block_m": 64, "block_n": 128}, {}),
     "few wide rows, e4m3": ((20, 200, 300), ("bfloat16", E4M3), {"block_m": 64, "block_n": 64, "stages": 2}, {}),
+    "few wide rows, splits": ((20, 60, 1100), ("float16", "int8"), {"block_m": 64, "block_n": 64, "stages": 3}, {}),
     "few wide rows, e5m2": ((64, 500, 256), ("float16", E5M2), {"block_m": 64, "block_n": 256, "stages": 3}, {}),
     "int8, float16": (
         (130, 264, 256),
@@ -187,8 +188,9 @@ def test_simulated_blocks_have_no_races(mosaic, rows, axis, cluster):
 
 
 @pytest.mark.parametrize(("dtype", "accumulation"), [(E4M3, "exact"), (E4M3, "fast"), ("bfloat16", "exact")])
-def test_simulated_few_rows_have_no_races(mosaic, dtype, accumulation):
-    (x, w), params = operands((24, 200, 640), (dtype, E4M3)), MosaicGpuParams(block_m=64, block_n=64, stages=2)
+@pytest.mark.parametrize("shape", [(24, 200, 640), (24, 60, 1100)], ids=["tiles", "splits"])
+def test_simulated_few_rows_have_no_races(mosaic, shape, dtype, accumulation):
+    (x, w), params = operands(shape, (dtype, E4M3)), MosaicGpuParams(block_m=64, block_n=64, stages=2)
     assert error(mosaic, x, w, params, races=True, accumulation=accumulation) < 3e-3
 
 
@@ -196,7 +198,7 @@ def test_simulated_few_rows_have_no_races(mosaic, dtype, accumulation):
     ("change", "message"),
     [
         ({"x_dtype": "bfloat16", "x_block": None}, "x is bfloat16 and w is float8_e4m3fn"),
-        ({"x_dtype": "float16", "w_dtype": "int8", "x_block": None, "rows": 8}, "x is float16 and w is int8"),
+        ({"x_dtype": "float32", "w_dtype": "int8", "x_block": None, "rows": 8}, "x is float32 and w is int8"),
         ({"x_dtype": "int8"}, "two float8 or two int8 operands"),
         ({"transpose_w": False}, "pass [n, k] with transpose_w=True"),
         ({"x_block": (1, 64)}, "scales vary along k"),
@@ -257,6 +259,14 @@ def test_blocks_take_one_part_of_columns():
 def test_parameters_that_do_not_fit_few_rows_are_refused(params, message):
     call = dataclasses.replace(CALL, rows=64, x_dtype="bfloat16", x_block=None)
     assert message in (MosaicGpu().params_fault(call, MosaicGpuParams(**params)) or "")
+
+
+@pytest.mark.parametrize(("inner", "columns"), [(28672, 8192), (14336, 4096), (8192, 28672), (5504, 4096)])
+def test_few_wide_rows_occupy_most_multiprocessors(inner, columns):
+    call = dataclasses.replace(CALL, rows=64, inner=inner, columns=columns, x_dtype="bfloat16", x_block=None)
+    plan = plans.few_rows_plan(call, MosaicGpu().heuristic(call))
+    assert plan.programs >= 112
+    assert (plan.splits - 1) * plan.steps < inner // plans.STEP <= plan.splits * plan.steps
 
 
 def test_parameters_outside_their_ranges_are_refused():

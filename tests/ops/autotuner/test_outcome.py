@@ -61,6 +61,31 @@ def test_a_row_says_why_a_faster_candidate_lost(fields, reasons):
     assert [row.why for row in view_of(found)["rows"] if row.why]
 
 
+@pytest.mark.parametrize(
+    ("op", "fields", "says"),
+    [
+        (
+            "double@v1",
+            {},
+            "all 3 candidates compile to one program, so none is faster; if the kernel is yours, "
+            "check that its run uses cfg, and tune it with --force",
+        ),
+        ("double.bwd@v1", {}, "check that its gradient rule uses cfg"),
+        ("double@v1", {"planned": 4}, ""),
+    ],
+)
+def test_candidates_that_are_one_program_are_called_so(op, fields, says):
+    twins = [Outcome(config={"rows": n}, status=Status.SAME, twin={"rows": 1}) for n in (2, 3)]
+    found = dataclasses.replace(
+        search(measured(1, 10, 10), *twins, winner=0), inv=dataclasses.replace(CALL, op_id=op), **fields
+    )
+    for text in (found.summary(), str(AutotuningResult("gpu:h200", (), (found,)))):
+        assert says in text
+        assert says or "one program" not in text
+    different = search(measured(1, 10, 10), twins[0], measured(3, 10, 10), winner=0)
+    assert not different.why_alike
+
+
 def test_an_unfinished_search_has_chosen_nothing():
     outcomes = measured(1, 10, 10), measured(2, 9.9, 9.9), measured(3, 9, 9)
     found = dataclasses.replace(search(*outcomes, winner=0), planned=9)

@@ -97,9 +97,9 @@ class Hopper:
         )
         return loaded
 
-    def widened_pairs(self, pairs: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
-        """Return the first and the second numbers of pairs, in float16."""
-        return compat.widened_pairs(pairs, dtype)
+    def widened_pairs(self, pairs: jax.Array, dtype: str, wide: str = "float16") -> tuple[jax.Array, jax.Array]:
+        """Return the first and the second numbers of pairs, in float16 or, if they are int8, in bfloat16."""
+        return compat.widened_pairs(pairs, dtype, wide)
 
     def tile(self, tiles: Any, index: tuple[Any, Any], shape: tuple[int, int]) -> Any:
         """Return a tile, by row and column, of a view whose last four axes are tiles and their elements."""
@@ -190,10 +190,10 @@ class Interpreter:
         pairs = lax.slice_in_dim(pairs, columns.start, columns.start + columns.size, axis=1)
         return pairs.T if transposed else pairs
 
-    def widened_pairs(self, pairs: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+    def widened_pairs(self, pairs: jax.Array, dtype: str, wide: str = "float16") -> tuple[jax.Array, jax.Array]:
         """See `Hopper.widened_pairs`."""
-        wide = lax.bitcast_convert_type(pairs, jnp.dtype(dtype)).astype(jnp.float16)
-        return wide[..., 0], wide[..., 1]
+        found = lax.bitcast_convert_type(pairs, jnp.dtype(dtype)).astype(wide)
+        return found[..., 0], found[..., 1]
 
     def tile(self, tiles: Any, index: tuple[Any, Any], shape: tuple[int, int]) -> Any:
         """See `Hopper.tile`; the view is a matrix here."""

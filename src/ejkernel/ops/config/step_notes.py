@@ -27,6 +27,7 @@ class StepNote:
         time: When it was made, in the form of ISO 8601.
         dropped: The configuration that the search of the call chose, if it is not in force, as plain data.
         why: Why it is not.
+        mapping: How much memory the steps map anew, as a sentence; empty if it is little.
     """
 
     target: str
@@ -39,6 +40,7 @@ class StepNote:
     time: str = ""
     dropped: Any = None
     why: str = ""
+    mapping: str = ""
 
     @classmethod
     def stored_in(cls, measured: Mapping[str, Any] | None) -> StepNote | None:

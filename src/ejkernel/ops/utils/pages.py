@@ -53,10 +53,11 @@ def _environment() -> jinja2.Environment:
 
 
 def _breakable(name: str) -> markupsafe.Markup:
-    """Return a name as HTML that may continue on a new line after an underscore, or before its version."""
+    """Return a name as HTML that may continue on a new line after an underscore or colon, or before its version."""
     from markupsafe import Markup, escape
 
-    return escape(name).replace("_", Markup("_<wbr>")).replace("@", Markup("<wbr>@"))
+    found = escape(name).replace("_", Markup("_<wbr>")).replace(":", Markup(":<wbr>"))
+    return found.replace("@", Markup("<wbr>@"))
 
 
 def _text(name: str) -> str:

@@ -2,7 +2,8 @@
 """The kernel for at most 64 rows, as in decoding: its time is that of reading the matrix.
 
 A block of threads has a tile of columns. Its width suits the number of columns, so that all multiprocessors read about
-as much. Consumers share a tile's columns.
+as much. Consumers share a tile's columns. Rows of 16 bits take wide tiles, because each tile reads all rows; with few
+tiles, several blocks split a tile's steps, and XLA sums their results.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgro
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS
 
-from .plan import PROMOTED, STEP, FewRowsPlan
+from .plan import HALF, PROMOTED, STEP, FewRowsPlan
 
 # By the number of consumers. Their sum must fit in the launch's allocation, 96 for each thread of five warpgroups:
 # otherwise a consumer waits for ever.
@@ -46,13 +47,32 @@ class _Memory(NamedTuple):
     pipeline: Pipeline
 
 
+class _Tile(NamedTuple):
+    """A tile of a block of threads.
+
+    Attributes:
+        column: Its first column.
+        split: The split whose steps the block computes.
+        first: The number of its first step in this block.
+        steps: How many steps the block computes.
+    """
+
+    column: Any
+    split: Any
+    first: Any
+    steps: Any
+
+
 def multiply(plan: FewRowsPlan, *arrays: jax.Array, interpret: Any = None) -> jax.Array:
-    """Run the kernel on `x [m, k]`, `w [n, k]`, factors of rows, and factors of columns."""
+    """Run the kernel on `x [m, k]`, `w [n, k]`, factors of rows, and factors of columns.
+
+    Rows of 16 bits have the even columns of each step before the odd ones.
+    """
     kernel = (WideRowsKernel if plan.wide else FewRowsKernel)(plan, backend_for(interpret))
     [out] = launch(
         kernel.run,
         arrays,
-        [jax.ShapeDtypeStruct((plan.rows, plan.columns), jnp.dtype(plan.out_dtype))],
+        [jax.ShapeDtypeStruct(plan.result_shape, jnp.dtype(plan.result_dtype))],
         name="quantized_matmul_few_rows",
         programs=plan.programs,
         memory=kernel.memory_types(),
@@ -60,7 +80,10 @@ def multiply(plan: FewRowsPlan, *arrays: jax.Array, interpret: Any = None) -> ja
         lane_semantics=True,
         interpret=interpret,
     )
-    return out
+    if plan.splits == 1:
+        return out
+    products = out.reshape(plan.splits, -1, plan.tile_rows)[:, : plan.columns, : plan.rows]
+    return products.sum(0).T.astype(plan.out_dtype)
 
 
 class FewRowsKernel:
@@ -75,7 +98,7 @@ class FewRowsKernel:
         return _Memory(
             x=tiled((plan.stages, plan.tile_rows, STEP), plan.dtype),
             w=tiled((plan.stages, plan.consumers, plan.part_columns, STEP), plan.w_dtype),
-            out=plgpu.SMEM((plan.consumers, plan.tile_rows, plan.part_columns), jnp.dtype(plan.out_dtype)),
+            out=plgpu.SMEM((plan.consumers, *plan.buffer_shape), jnp.dtype(plan.result_dtype)),
             pipeline=Pipeline.types(plan.stages, consumers=plan.consumers, copies=plan.consumers + 1),
         )
 
@@ -90,27 +113,36 @@ class FewRowsKernel:
         dispatch_warpgroup(warpgroup, consumers, registers, producer=self._produce, consumer=self._consume)
 
     def _each_tile(self, body: Any) -> Any:
-        """Call `body(column, step)` for each tile of this block of threads; return the number of steps."""
+        """Call `body(tile)` for each tile of this block of threads; return the number of steps."""
         plan, program = self.plan, lax.axis_index(PROGRAM)
+        if plan.splits > 1:  # there are as many blocks as tiles and splits
+            split = lax.div(program, plan.column_tiles)
+            steps = lax.min(plan.steps, plan.all_steps - split * plan.steps)
+            body(_Tile((program - split * plan.column_tiles) * plan.tile_columns, split, 0, steps))
+            return steps
         count = lax.div(plan.column_tiles - program + (plan.programs - 1), plan.programs)
 
         @pl.loop(0, count)
         def _tile(i: Any) -> None:
-            body((program + i * plan.programs) * plan.tile_columns, i * plan.steps)
+            body(_Tile((program + i * plan.programs) * plan.tile_columns, 0, i * plan.steps, plan.steps))
 
         return count * plan.steps
+
+    def _part(self, stage: Any, part: Any) -> Any:
+        """Return the buffer of a consumer's columns."""
+        return self.memory.w.at[stage, part]
 
     def _produce(self) -> None:
         plan, memory = self.plan, self.memory
 
-        def copy(column: Any, first: Any) -> None:
-            @pl.loop(0, plan.steps)
+        def copy(tile: _Tile) -> None:
+            @pl.loop(0, tile.steps)
             def _step(i: Any) -> None:
-                stage, along = self.pipeline.producer_acquire(first + i), pl.ds(i * STEP, STEP)
-                full = self.pipeline.full.at[stage]
+                stage = self.pipeline.producer_acquire(tile.first + i)
+                full, along = self.pipeline.full.at[stage], pl.ds((tile.split * plan.steps + i) * STEP, STEP)
                 for part in range(plan.consumers):
-                    columns = pl.ds(column + part * plan.part_columns, plan.part_columns)
-                    plgpu.copy_gmem_to_smem(self.w.at[columns, along], memory.w.at[stage, part], full)
+                    columns = pl.ds(tile.column + part * plan.part_columns, plan.part_columns)
+                    plgpu.copy_gmem_to_smem(self.w.at[columns, along], self._part(stage, part), full)
                 plgpu.copy_gmem_to_smem(self.x.at[pl.ds(self.row, plan.tile_rows), along], memory.x.at[stage], full)
 
         producer_tail(self._each_tile(copy), self.pipeline)
@@ -118,14 +150,19 @@ class FewRowsKernel:
     def _consume(self, warpgroup: Any) -> None:
         plan = self.plan
 
-        def compute(column: Any, first: Any) -> None:
-            columns = pl.ds(column + warpgroup * plan.part_columns, plan.part_columns)
-            values = self._computed(first, columns, warpgroup).astype(plan.out_dtype)
+        def compute(tile: _Tile) -> None:
+            column = tile.column + warpgroup * plan.part_columns
+            columns = pl.ds(column, plan.part_columns)
+            values = self._computed(tile, columns, warpgroup).astype(plan.result_dtype)
             buffer = self.memory.out.at[warpgroup]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            compat.store_as_it_is(buffer.transpose((1, 0)) if plan.wide else buffer, values)
+            compat.store_as_it_is(buffer.transpose((1, 0)) if plan.wide and plan.splits == 1 else buffer, values)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(buffer, self.out.at[pl.ds(self.row, plan.tile_rows), columns])
+            if plan.splits == 1:
+                target = self.out.at[pl.ds(self.row, plan.tile_rows), columns]
+            else:
+                target = self.out.at[pl.ds(tile.split * plan.factors + column, plan.part_columns)]
+            plgpu.copy_smem_to_gmem(buffer, target)
 
         self._each_tile(compute)
         plgpu.wait_smem_to_gmem(0)
@@ -141,10 +178,10 @@ class FewRowsKernel:
             found.append(lax.broadcast_in_dim(plgpu.load(ref, layout=layout, optimized=False), shape, [own]))
         return found[0] * found[1]
 
-    def _computed(self, first: Any, columns: Any, warpgroup: Any) -> Any:
+    def _computed(self, tile: _Tile, columns: Any, warpgroup: Any) -> Any:
         """Return this warpgroup's part of a tile of the result."""
-        factors = self._factors(columns, (ROWS, self.plan.part_columns), axis=0)
-        return factors * (self._promoted(first, warpgroup) if self.plan.promoted else self._summed(first, warpgroup))
+        products = (self._promoted if self.plan.promoted else self._summed)(tile.first, warpgroup)
+        return products * self._factors(columns, (ROWS, self.plan.part_columns), axis=0)
 
     def _multiply(self, accumulator: Any, stage: Any, warpgroup: Any) -> None:
         plgpu.wgmma(accumulator, self.memory.x.at[stage], self.memory.w.at[stage, warpgroup].transpose((1, 0)))
@@ -199,21 +236,47 @@ class FewRowsKernel:
 
 
 class WideRowsKernel(FewRowsKernel):
-    """`FewRowsKernel` for rows of 16 bits: consumers widen the matrix in registers and compute the transpose."""
+    """`FewRowsKernel` for rows of 16 bits: consumers widen the matrix in registers and compute the transpose.
 
-    def _computed(self, first: Any, columns: Any, warpgroup: Any) -> Any:
-        plan, memory, shape = self.plan, self.memory, (ROWS, self.plan.tile_rows)
+    The matrix is read in pairs of numbers, which are widened where products read them, without an exchange between
+    threads. So the first numbers of a step's pairs are multiplied apart from the second ones, and rows are given in
+    that order.
+    """
+
+    def memory_types(self) -> _Memory:
+        """See `FewRowsKernel`."""
+        plan, shape = self.plan, (self.plan.stages * self.plan.consumers, self.plan.part_columns)
+        numbers, pairs = tiled((*shape, STEP), plan.w_dtype), tiled((*shape, HALF), jnp.int16)
+        return super().memory_types()._replace(w=self.backend.aliased(numbers, pairs))
+
+    def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: _Memory) -> None:
+        """See `FewRowsKernel`."""
+        self.pairs = memory.w
+        super().run(arrays, results, memory._replace(w=self.backend.views(memory.w, 2)[0]))
+
+    def _part(self, stage: Any, part: Any) -> Any:
+        return self.memory.w.at[self._number(stage, part)]
+
+    def _number(self, stage: Any, part: Any) -> Any:
+        return stage * self.plan.consumers + part
+
+    def _computed(self, tile: _Tile, columns: Any, warpgroup: Any) -> Any:
+        plan, shape = self.plan, (ROWS, self.plan.tile_rows)
 
         def one(i: Any, sums: Any) -> Any:
-            stage = self.pipeline.stage(first + i)
+            stage = self.pipeline.stage(tile.first + i)
             self.pipeline.consumer_wait(stage)
-            narrow = plgpu.load(memory.w.at[stage, warpgroup], layout=plgpu.Layout.WGMMA_UPCAST_2X)
-            wide = plgpu.layout_cast(narrow.astype(plan.dtype), plgpu.Layout.WGMMA)
-            rows = memory.x.at[stage].transpose((1, 0))
-            [found] = self.backend.accumulate(lambda sums: self.backend.multiply(sums[0], wide, rows), sums)
+            pairs = self.backend.load_pairs(self.pairs, self._number(stage, warpgroup), pl.ds(0, HALF))
+            halves = self.backend.widened_pairs(pairs, plan.w_dtype, plan.dtype)
+            [found] = self.backend.accumulate(functools.partial(self._multiply_halves, stage, halves), sums)
             self.pipeline.consumer_release(stage)
             return found
 
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        found = lax.fori_loop(0, plan.steps, one, zeros)
+        found = lax.fori_loop(0, tile.steps, one, zeros)
         return found * self._factors(columns, shape, axis=1)
+
+    def _multiply_halves(self, stage: Any, halves: Sequence[Any], sums: Any) -> None:
+        for number, half in enumerate(halves):
+            rows = self.memory.x.at[stage, :, pl.ds(number * HALF, HALF)].transpose((1, 0))
+            self.backend.multiply(sums[0], half, rows)

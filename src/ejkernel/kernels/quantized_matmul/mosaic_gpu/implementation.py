@@ -142,7 +142,7 @@ class MosaicGpu(QuantizedProduct[QuantizedMatmulCall]):
         return _few_rows_fault(few_rows_plan(call, params))
 
     def heuristic(self, call: QuantizedMatmulCall) -> MosaicGpuParams:
-        """See `QuantizedProduct`; for few rows, the width with which the multiprocessors read the fewest columns."""
+        """See `QuantizedProduct`; for few rows, the width with which a multiprocessor reads least."""
         if not _has_few_rows(call):
             return super().heuristic(call)
         plans = [(params, few_rows_plan(call, params)) for params in _few_rows_params(call)]
@@ -151,11 +151,11 @@ class MosaicGpu(QuantizedProduct[QuantizedMatmulCall]):
             params.block_n: params for params, plan in plans if plan.stages * plan.stage_bytes <= _IN_FLIGHT[plan.wide]
         }
 
-        def columns(params: MosaicGpuParams) -> tuple[int, int]:
+        def cost(params: MosaicGpuParams) -> tuple[float, int]:
             plan = few_rows_plan(call, params)
-            return -(-plan.column_tiles // plan.programs) * params.block_n, -params.block_n
+            return (plan.cost() if plan.wide else plan.columns_per_program), -params.block_n
 
-        return min(deepest.values(), key=columns)
+        return min(deepest.values(), key=cost)
 
     def space(self, call: QuantizedMatmulCall) -> Collection[MosaicGpuParams]:
         """See `QuantizedProduct`."""
@@ -210,9 +210,8 @@ def groups_reason(call: QuantizedGroupedMatmulCall) -> str | None:
 
 
 def _is_wide(call: QuantizedMatmulCall) -> bool:
-    """Return whether few rows of 16 bits meet an 8-bit matrix whose widened numbers multiply them exactly."""
-    dtypes = ("bfloat16",) if call.w_dtype == "int8" else ("bfloat16", "float16")
-    return call.x_dtype in dtypes and call.w_block is not None and _has_few_rows(call)
+    """Return whether few rows of 16 bits meet an 8-bit matrix."""
+    return call.x_dtype in hopper.DTYPES and call.w_block is not None and _has_few_rows(call)
 
 
 def _has_few_rows(call: QuantizedMatmulCall) -> bool:

@@ -23,7 +23,9 @@ from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 from ejkernel.ops.utils.messages.names import NamedFields
 
 STEP = 128  # of `k`, per step of the mainloop: one swizzle of bytes
+HALF = STEP // 2  # pairs of numbers in a step
 PROMOTED = 2  # steps whose float8 products are summed in the tensor core; with few rows, steps released together
+LEAST_STEPS = 4  # of a split
 FEW_ROWS = 64  # the value of `block_m`, and the most rows, of the kernel for few rows
 ROW_TILE = 8  # rows of a tile of shared memory
 CHUNK = 4  # scales along `k` that a copy brings: 16 bytes
@@ -33,6 +35,10 @@ MOST_SUMS = 192  # registers per thread, of 232, for sums and an accumulator
 ROWS_WITH_SHORT_TILES = range(256, 1024)
 _OUT_SCALES = 1024  # bytes of the scales of a tile's rows, and the alignment of what follows
 _TILES_FOR_CLUSTERS = 16  # rows of tiles; if their number is odd, two blocks compute the last one
+_CACHED = 0.15  # cost of bytes that lie in the L2 cache
+_PER_STEP = 1_000  # bytes that are read while a step begins
+_LEAST_STEP = 15_000  # bytes that are read during a step of few columns
+_SPLIT = 20_000  # bytes that are read while the results of a split are summed
 _PART = 128  # columns that share an accumulator: 256 columns of it do not fit beside as many sums in registers
 
 
@@ -262,6 +268,27 @@ class FewRowsPlan:
     promoted: int = 0
 
     @property
+    def splits(self) -> int:
+        """Blocks of threads that share the steps of a tile."""
+        return -(-self.all_steps // self.steps)
+
+    @property
+    def result_dtype(self) -> str:
+        """The dtype that the kernel stores."""
+        return self.out_dtype if self.splits == 1 else "float32"
+
+    @property
+    def result_shape(self) -> tuple[int, int]:
+        """The shape that the kernel stores: the result, or its transpose from each split."""
+        return (self.rows, self.columns) if self.splits == 1 else (self.splits * self.factors, self.tile_rows)
+
+    @property
+    def buffer_shape(self) -> tuple[int, int]:
+        """The shape of a consumer's part of a tile."""
+        shape = self.tile_rows, self.part_columns
+        return shape if self.splits == 1 else shape[::-1]
+
+    @property
     def is_integer(self) -> bool:
         """Whether the sums are int32."""
         return self.dtype == "int8"
@@ -290,6 +317,13 @@ class FewRowsPlan:
 
     @property
     def steps(self) -> int:
+        """Steps of a block of threads for a tile; the last split may have fewer."""
+        blocks = MULTIPROCESSORS if self.wide else 1
+        splits = max(1, min(blocks // self.column_tiles, self.all_steps // LEAST_STEPS))
+        return -(-self.all_steps // splits)
+
+    @property
+    def all_steps(self) -> int:
         """Steps of a tile."""
         return self.inner // STEP
 
@@ -301,7 +335,7 @@ class FewRowsPlan:
     @property
     def programs(self) -> int:
         """Blocks of threads."""
-        return min(MULTIPROCESSORS, self.column_tiles)
+        return min(MULTIPROCESSORS, self.column_tiles * self.splits)
 
     @property
     def factors(self) -> int:
@@ -313,11 +347,27 @@ class FewRowsPlan:
         """Bytes of a pipeline stage."""
         return (self.tile_rows * jnp.dtype(self.dtype).itemsize + self.tile_columns) * STEP
 
+    @property
+    def columns_per_program(self) -> int:
+        """Columns that a block of threads computes."""
+        return -(-self.column_tiles // self.programs) * self.tile_columns
+
+    def cost(self) -> float:
+        """Return the time of rows of 16 bits, in bytes of `w` that a block of threads reads meanwhile.
+
+        The factors were fitted to a few shapes on one H200.
+        """
+        rows = self.tile_rows * STEP * jnp.dtype(self.dtype).itemsize  # they come from the L2 cache
+        step = max(self.tile_columns * STEP + _CACHED * rows + _PER_STEP, _LEAST_STEP)
+        tiles = -(-self.column_tiles * self.splits // self.programs)
+        summed = 8 * math.prod(self.result_shape) / MULTIPROCESSORS + _SPLIT * self.splits if self.splits > 1 else 0
+        return tiles * self.steps * step + summed
+
     def shared_bytes(self) -> int:
         """Return the shared memory of a block of threads."""
         return (
             self.stages * self.stage_bytes
-            + self.tile_rows * self.tile_columns * jnp.dtype(self.out_dtype).itemsize
+            + self.tile_rows * self.tile_columns * jnp.dtype(self.result_dtype).itemsize
             + OVERHEAD
         )
 
@@ -397,13 +447,12 @@ def quantized_wgrad_plan(call: QuantizedGroupedWgradCall, params: WgradParams) -
 
 def few_rows_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> FewRowsPlan:
     """Return the plan of a launch for at most 64 rows."""
-    integers = call.w_dtype == "int8"
     return FewRowsPlan(
         rows=call.rows,
         inner=padded(call.inner, STEP),
         columns=padded(call.columns, ALIGNED),
-        # Each 8-bit number is widened to the type that the fewest instructions convert it to.
-        dtype=call.x_dtype if call.is_narrow else "bfloat16" if integers else "float16",
+        # The instruction that widens float8 has float16 as its only target.
+        dtype=call.x_dtype if call.is_narrow or call.w_dtype == "int8" else "float16",
         w_dtype=call.w_dtype,
         out_dtype=call.out_dtype,
         tile_columns=params.block_n,

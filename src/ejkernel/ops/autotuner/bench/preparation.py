@@ -186,11 +186,11 @@ class Preparation:
         choice = dataclasses.replace(self.oracle.choice, config=candidate.config)
         program = self.programs.get((number, config_id(candidate.config)))
         if program is not None:
-            return None, _Bundled(program, functools.partial(_lowered, inv, choice))
+            return None, _Bundled(program, functools.partial(lower, inv, choice))
         program = None if self.compile_elsewhere is None else self.compile_elsewhere(inv, choice)
         if program is not None:
             return program.digest, program
-        lowered = _lowered(inv, choice)
+        lowered = lower(inv, choice)
         return program_digest(lowered.as_text()), lowered
 
     def _check(self, candidate: Candidate, compiled: Any) -> None:
@@ -235,7 +235,8 @@ class Preparation:
                 self.finished(first)
 
 
-def _lowered(inv: Invocation[Any, Any], choice: Choice) -> jax.stages.Lowered:
+def lower(inv: Invocation[Any, Any], choice: Choice) -> jax.stages.Lowered:
+    """Return the program of a call."""
     return jax.jit(inv.node.flat(choice)).lower(*example_types(inv))
 
 

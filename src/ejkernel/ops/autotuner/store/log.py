@@ -50,11 +50,11 @@ SCHEMA: Final = 2  # increase when the layout changes; logs with another schema 
 _WHAT: Final = "the log of a search"
 _MOST: Final = 100_000  # outcomes of a search
 # Fields of `Findings` that a header holds as they are.
-_FLAGS: Final = ("undecided", "interrupted", "input_sets", "unconfirmed", "lacks_reference", "times")
+_FLAGS: Final = ("undecided", "interrupted", "input_sets", "unconfirmed", "lacks_reference", "program", "times")
 _TEXTS: Final = ("why", "rule_fault", "not_saved")
 _TIMES_US: Final = (1e-6, 1e15)  # range of valid times: a picosecond to thirty years
 # Without a measurement, these statuses say nothing about a configuration.
-_OPTIONAL: Final = ("cases", "lacks_reference", "times")
+_OPTIONAL: Final = ("cases", "lacks_reference", "program", "times")
 _UNKNOWN: Final = frozenset({Status.SAME, Status.SKIPPED, Status.READY, Status.PRUNED})
 
 
@@ -222,7 +222,7 @@ class _Header:
         columns: Columns of these lines.
         twins: For each outcome with status `same`: its line and the line of the candidate with the same program.
         why, undecided, interrupted, rule_fault, input_sets, planned, unconfirmed, not_saved, lacks_reference,
-        times: As in `AutotuneData`; the last two are only written if they are set.
+        program, times: As in `AutotuneData`; the last three are only written if they are set.
         standing: `AutotuneData.challenge`.
         cases: The cases of the search, without samples; `None` if it has a single case.
     """
@@ -248,6 +248,7 @@ class _Header:
     unconfirmed: bool = False
     not_saved: str = ""
     lacks_reference: bool = False
+    program: str = ""
     times: int = 0
     cases: list[Case] | None = None
 

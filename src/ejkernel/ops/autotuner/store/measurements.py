@@ -108,7 +108,8 @@ class MeasurementStore(Shown):
 
     Attributes:
         cache: The cache.
-        times: How often the program that is tuned makes each call, by key; saved with the searches.
+        program: The program that is tuned, as typed; saved with the searches.
+        times: How often it makes each call, by key; saved with them, too.
 
     Args:
         cache: All its folders are read; the first one is written. A path means a cache in that folder only.
@@ -116,6 +117,7 @@ class MeasurementStore(Shown):
 
     def __init__(self, cache: PersistentCache | str | Path) -> None:
         self.cache = cache if isinstance(cache, PersistentCache) else PersistentCache(cache, shipped=False)
+        self.program = ""
         self.times: Mapping[ConfigKey, int] = {}
         self._memory: dict[str, str] = {}  # text by file name, for files that could not be written
 
@@ -134,7 +136,8 @@ class MeasurementStore(Shown):
         if not isinstance(data, AutotuneData):
             return
         now = self.cache.clock()
-        text = dump(dataclasses.replace(data, times=self.times.get(data.key, 0)), provenance(data.key, now))
+        whole = dataclasses.replace(data, program=self.program, times=self.times.get(data.key, 0))
+        text = dump(whole, provenance(data.key, now))
         # Larger files would not be read again.
         if len(text.encode()) > _LARGEST:
             message = f"the search of {data.key.op} is not stored: it takes more than {_LARGEST} bytes"

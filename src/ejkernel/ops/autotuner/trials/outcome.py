@@ -70,7 +70,8 @@ class Findings(Shown):
         is_only_here: Whether the configuration is in force in this process, but no file holds it; `not_saved` says why.
         lacks_reference: Whether the budget left too little time to compile the reference, so that candidates were
             compared with the heuristic's results.
-        times: How often a run of the tuned program makes the call; 0 if unknown.
+        program: The program for which the call was tuned, as typed; empty if unknown.
+        times: How often a run of the program makes the call; 0 if unknown.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -87,6 +88,7 @@ class Findings(Shown):
     stays: Any = None
     is_only_here: bool = False
     lacks_reference: bool = False
+    program: str = ""
     times: int = 0
 
     @property
@@ -125,6 +127,18 @@ class Findings(Shown):
         measured = f"{counts.pop(Status.MEASURED, 0)} of {self.progress.candidates} measured"
         others = [f"{count} {status}" for status, count in counts.items() if status != Status.SKIPPED]
         return ", ".join([measured, *others])
+
+    @property
+    def why_alike(self) -> str:
+        """That all candidates compile to one program, as a sentence; empty if they do not, or one is not tried yet."""
+        others = self.outcomes[1:]
+        if not others or len(self.outcomes) < self.planned or any(one.status != Status.SAME for one in others):
+            return ""
+        part = "gradient rule" if ".bwd@" in self.key.op else "run"
+        return (
+            f"all {len(self.outcomes)} candidates compile to one program, so none is faster; if the kernel is yours, "
+            f"check that its {part} uses cfg, and tune it with --force"
+        )
 
     @property
     def before(self) -> float | None:
@@ -423,6 +437,7 @@ def remarks(search: Findings) -> list[str]:
     """Return further lines about a search: its cases, the decisive figures, interruptions and faults."""
     state = search.progress.state
     lines = [f"one configuration for {named_cases(search.cases)}"] if search.cases else []
+    lines += [search.why_alike] if search.why_alike else []
     lines += [] if search.challenge is None else [search.challenge.line(state, search.why)]
     if search.input_sets:
         lines.append(f"the winner matched the reference on {counted(search.input_sets, 'input set')}")

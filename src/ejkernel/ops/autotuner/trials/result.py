@@ -115,7 +115,7 @@ class AutotuningResult(Shown):
         return f", saved in {printable(self.place)}" if self.place else ", in this process only"
 
     def remarks(self, *, unfinished: bool = False) -> list[str]:
-        """Return a line for each search without a new saved configuration.
+        """Return a line for each search without a new saved configuration, and for each that compared nothing.
 
         Args:
             unfinished: Include unfinished searches without a saved configuration.
@@ -127,10 +127,9 @@ class AutotuningResult(Shown):
             if search.not_saved not in ("", search.progress.not_finished)
             or (unfinished and search.not_saved and (search.key.op, search.key.call) not in known)
         ]
-        return [
-            printable(f"{search.inv.op_id} {arguments(search.inv.description)}: not saved: {search.not_saved}")
-            for search in told
-        ]
+        lines = [(search, f"not saved: {search.not_saved}") for search in told]
+        lines += [(search, search.why_alike) for search in self.searches if search.why_alike]
+        return [printable(f"{search.inv.op_id} {arguments(search.inv.description)}: {text}") for search, text in lines]
 
     def __enter__(self) -> AutotuningResult:
         overlay = Overlay({ConfigKey(self.device, e.op_id_v, e.call_key): e.cfg for e in self.entries})

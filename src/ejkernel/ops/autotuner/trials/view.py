@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
-from ejkernel.ops.autotuner.trials.challenge import CPU, clock_note, clock_of, is_by_another
+from ejkernel.ops.autotuner.trials.challenge import CPU, clock_note, clock_of, costly_bytes, is_by_another
 from ejkernel.ops.autotuner.trials.outcome import Findings, relative_to_heuristic, share_of, without_common
 from ejkernel.ops.autotuner.trials.programs import Outcome, program_name, ranked
 from ejkernel.ops.autotuner.trials.status import SearchState, Status
@@ -189,7 +189,17 @@ def _standing(search: Findings) -> dict[str, Any] | None:
         return None
     note = CPU if found.comparison.judged_by == PROCESSOR else ""
     words = {"in_rounds": found.in_rounds, "in_words": found.verdict(search.progress.state), "note": note}
+    words["leaner"] = _leaner(search) if found.is_lead_too_small else ""
     return found.data() | {"rival": compact(found.challenger), **words}
+
+
+def _leaner(search: Findings) -> str:
+    """Return the fastest candidate that takes not notably more memory than the heuristic, with its time; or nothing."""
+    heuristic = search.heuristic
+    for outcome, _ in ranked(search.outcomes):
+        if outcome is not heuristic and outcome.measurement is not None and not costly_bytes(outcome, heuristic):
+            return f"{compact(outcome.config)}, {share_of(outcome, search)} of the heuristic's time"
+    return ""
 
 
 def _row(program: tuple[Outcome, tuple[Outcome, ...]], search: Findings, groups: dict[Any, Failures]) -> Row:
