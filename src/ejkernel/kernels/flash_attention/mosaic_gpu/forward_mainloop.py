@@ -83,7 +83,7 @@ class ForwardConsumer:
             if plan.table or plan.rules.left is not None:
                 state = lax.fori_loop(blocks.first + 1, unmasked_from, lambda i, state: mainloop(state, i, True), state)
             state = lax.fori_loop(unmasked_from, unmasked_until, lambda i, state: mainloop(state, i, False), state)
-        if plan.hides or plan.rules.right is not None or plan.hides_tail:
+        if plan.hides or plan.rules.right is not None or plan.has_tail:
             state = lax.fori_loop(unmasked_until, blocks.end, lambda i, state: mainloop(state, i, True), state)
         if not self.params.share_buffer:
             self._release_queries(self.part.number)

@@ -214,12 +214,15 @@ class ForwardPlan(AttentionSizes):
         return self.rules.left is not None and not arrays
 
     @property
-    def hides_tail(self) -> bool:
-        """Whether the last block of keys extends past the last key, where neither window nor key bias hides it."""
+    def has_tail(self) -> bool:
+        """Whether the last block of keys extends past the last key, where the window does not hide it."""
         right = self.rules.right
-        if self.key_bias or self.key_mask:  # padded with minus infinity
-            return False
         return (self.slides or self.keys % self.params.kv_block != 0) and (right is None or right > 0)
+
+    @property
+    def hides_tail(self) -> bool:
+        """Whether the positions must hide this tail: a bias or mask of keys is padded with minus infinity."""
+        return self.has_tail and not (self.key_bias or self.key_mask)
 
     def shared_bytes(self) -> int:
         """Return the bytes of shared memory that a block of threads takes."""
