@@ -217,7 +217,7 @@ def test_programs_and_shares_of_their_steps_have_columns(tmp_path):
     assert re.findall(r'data-l="Of step".*?>(.*?)</td>', html) == ["-", "24 %"]
     assert "other programs slowed" not in html
     busy = [dataclasses.replace(one, share=1.2) for one in report_data.calls_of(store.cache)]
-    assert "More than 100 %: other programs slowed the call" in report_page.page(busy)
+    assert "More than 100 %: the step does some of the call" in report_page.page(busy)
     assert '<p class="soft">each step maps 36 MiB anew</p>' in html
 
 

@@ -133,11 +133,13 @@ _HINTS: Final = {  # beginnings of the names of checks
     "gradient types": "return each gradient in the dtype of its argument",
     "gradient, by": "compare the rule with JAX's gradient of a plain function, and give the kernel a `reference`",
     "second": "differentiate the gradient rule once more by hand: it may treat a residual as a constant",
-    "vmap": "under vmap `run` sees one example at a time; do not rely on the batch or grid size",
+    "vmap": "under vmap `run` sees one example at a time; do not rely on the batch or grid size. "
+    "Batches are random: if `run` needs others, such as positive ones, return them from `example_inputs`",
     "tangents": "compare the tangent rule with `jax.jvp` of `reference`",
     "scaled": "compute sums and exponentials in float32, and subtract the largest value before an exponential",
     "zeros": "divide and take roots only where the argument is not zero",
-    "odd sizes": "mask the rest of a length that the block does not divide, or leave such blocks out of the space",
+    "odd sizes": "mask the rest of a length that the block does not divide, "
+    "or leave such blocks out of `config_space` and `heuristic_cfg`",
     "residuals": "residuals must mean the same under every configuration, because forward and backward are tuned "
     "separately",
     "bfloat16": "sum in float32, and convert the result at the end",

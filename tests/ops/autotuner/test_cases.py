@@ -281,7 +281,7 @@ def test_draws_of_a_batch_are_stacked_by_name_and_unbatched_arguments_are_shared
     [
         ({}, r"example_draws must return \(args, kwargs\) by name, got \{\}"),
         ([()], r"example_draws must return \(args, kwargs\) by name"),
-        ({"a": 1}, r"example_draws: 'a' must return \(args, kwargs\), got 1"),
+        ({"a": 1}, r"example_draws: 'a' must return \(args, kwargs\), such as .*, got 1"),
         ({"a": ((np.ones(3, np.float32), np.ones(1, np.int32)), {})}, r"example_draws: 'a' must be arrays of types"),
     ],
 )

@@ -196,7 +196,7 @@ def _one_example(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], rng: np.ra
 
 def _arrays_of(answer: Any, what: str) -> list[Any]:
     if not is_call(answer):
-        raise KernelError(f"{what} must return (args, kwargs), got {value_text(answer)}.")
+        raise KernelError(f"{what} must return (args, kwargs), such as `(x, y), {{}}`, got {value_text(answer)}.")
     args, kwargs = answer
     return [leaf for leaf in jax.tree.leaves((tuple(args), dict(kwargs))) if is_array(leaf)]
 

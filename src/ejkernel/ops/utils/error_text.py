@@ -102,14 +102,19 @@ def traceback_text(error: BaseException) -> str:
 
 
 def value_text(value: object) -> str:
-    """Return the `repr` of a value, cut to `_LENGTH` characters; of an array with axes only dtype and shape."""
+    """Return the `repr` of a value, cut to `_LENGTH` characters; of arrays with axes only dtype and shape."""
     try:
-        if getattr(value, "shape", ()) and hasattr(value, "dtype"):
+        if _has_axes(value):
             return printable(f"an array {value.dtype}{list(value.shape)}")  # type: ignore[attr-defined]
-        text = repr(value)
+        with_arrays = isinstance(value, tuple | list) and any(map(_has_axes, value))
+        text = f"({', '.join(map(value_text, value))})" if with_arrays else repr(value)  # type: ignore[call-overload]
     except BaseException as raised:  # noqa: BLE001 - as above
         return f"a {type(value).__name__}, whose __repr__ raises {type(raised).__name__}"
     return printable(text if len(text) <= _LENGTH else f"{text[: _LENGTH - 3]}...")
+
+
+def _has_axes(value: object) -> bool:
+    return bool(getattr(value, "shape", ())) and hasattr(value, "dtype")
 
 
 def instance_text(value: object, expected: type) -> str:

@@ -262,10 +262,10 @@ class Oracle:
                 self._expected = {draw: self.reference_results(self.inv.node, own) for draw, own in self._sets.items()}
         except TuningError:
             raise
-        except BaseException as error:  # without inputs and reference results, no candidate can be checked
+        except BaseException as error:  # noqa: BLE001 - without inputs and results, no candidate can be checked
             raise TuningError(
                 f"{self.inv.op_id}: example inputs or {what} failed: {error_text(error, notes=True)}"
-            ) from error
+            ) from compat.without_our_frames(error)
 
     def _warn_of_non_finite_references(self) -> None:
         """Warn once if a reference result is NaN or infinite everywhere."""
