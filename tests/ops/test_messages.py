@@ -220,7 +220,7 @@ def test_errors_of_a_hook_name_the_kernel_and_the_hook(act, error, text):
 
 
 IN_TUNING = {
-    "example_inputs": (None, "scale: example_inputs must return .args, kwargs., got None"),
+    "example_inputs": (None, "scale: example_inputs must return .args, kwargs., such as .*, got None"),
     "example_inputs ": (boom, "scale: example_inputs raised ValueError: boom"),
     "reference": (boom, "scale: example inputs or the reference failed: ValueError: boom"),
 }
