@@ -192,7 +192,8 @@ def _alike_rows(numbers: Numbers, configs: Sequence[Any]) -> Iterator[CheckRow]:
         logger.debug("%s: programs not compared: %s", subject.inv.op_id, error_text(error))
         return
     if alike:
-        reason = f"all lower to one program, so tuning has no choice; check the use of cfg in {' and '.join(alike)}"
+        parts = " and ".join(alike)
+        reason = f"those of {parts} lower to one program, so tuning has no choice; check the use of cfg in {parts}"
         yield row("configurations differ", None, reason, skipped=True)
 
 

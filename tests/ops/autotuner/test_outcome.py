@@ -68,7 +68,7 @@ def test_a_row_says_why_a_faster_candidate_lost(fields, reasons):
             "double@v1",
             {},
             "all 3 candidates compile to one program, so none is faster; if the kernel is yours, "
-            "check that its run uses cfg, and tune it with --force",
+            "check that its run uses cfg, and tune it again (--force on the command line)",
         ),
         ("double.bwd@v1", {}, "check that its gradient rule uses cfg"),
         ("double@v1", {"planned": 4}, ""),

@@ -137,7 +137,7 @@ class Findings(Shown):
         part = "gradient rule" if ".bwd@" in self.key.op else "run"
         return (
             f"all {len(self.outcomes)} candidates compile to one program, so none is faster; if the kernel is yours, "
-            f"check that its {part} uses cfg, and tune it with --force"
+            f"check that its {part} uses cfg, and tune it again (--force on the command line)"
         )
 
     @property
