@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.heuristics_tpu`: what untuned attention runs on TPUs, compiled; needs `jax[tpu]`, no TPU.
+"""`python -m benchmarks.heuristics_tpu`: compile the heuristics of attention for TPUs; needs `jax[tpu]`, no TPU.
 
 Each call is drawn by a seed: chip (v4, v5e, v5p, v6e, tpu7x), implementation (`splash`, `pallas_tpu`), direction,
 lengths up to 131,072 (16,384 for `splash`), head dimensions from 8 to 320, grouped heads, windows, soft caps, segment
@@ -195,7 +195,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         counts = Counter(_outcome(one) for one in results if one["kind"] == kind)
         lines.append(f"| {label} | {' | '.join(str(counts[name]) for name in names)} |")
     reasons = Counter(one["reason"] for one in results if one["kind"] == "unsupported")
-    lines += ["", f"Calls that were refused: {sum(reasons.values())}", ""]
+    lines += ["", f"Refused calls: {sum(reasons.values())}", ""]
     lines += [f"- {count} x {reason}" for reason, count in sorted(reasons.items())]
     failed = [one for one in results if one["kind"] == "heuristic" and "error" in one]
     lines += ["", "Heuristics that were not compiled:", ""] if failed else []

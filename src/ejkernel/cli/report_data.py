@@ -154,7 +154,7 @@ def steps_of(calls: Sequence[CallReport]) -> dict[tuple[str, str], StepNote]:
 
 
 def _with_shares(calls: Sequence[CallReport]) -> Iterator[CallReport]:
-    """Yield the calls with their shares of the steps that were measured."""
+    """Yield the calls with their shares of the measured steps."""
     steps = steps_of(calls)
     for call in calls:
         step = steps.get((call.program, call.device))

@@ -170,7 +170,7 @@ def store_as_it_is(target: Any, values: Any) -> None:
 # PTX from a register with two pairs to the two first or second numbers, widened; `BYTES` is what prmt selects. An
 # integer in the low bits of a large power of two, with its sign flipped or split off, differs from it by a constant.
 _WIDEN = {
-    # float8_e4m3fn has an instruction, whose only target is float16.
+    # The instruction for float8_e4m3fn has float16 as its only target.
     ("float8_e4m3fn", "float16"): "prmt.b32 pairs, $1, $1, BYTES; mov.b32 {low, high}, pairs; "
     "cvt.rn.f16x2.e4m3x2 $0, low;",
     ("float8_e5m2", "float16"): "mov.b32 bias, 0; prmt.b32 $0, $1, bias, BYTES;",  # float16 with fewer digits
@@ -194,7 +194,6 @@ def widened_pairs(pairs: Any, dtype: str, wide: str = "float16") -> tuple[Any, A
         dtype: The dtype of the numbers.
         wide: The dtype of the results: float16 or, for int8, bfloat16.
     """
-    from jax.experimental.mosaic import gpu
     from jax.experimental.mosaic.gpu import utils
     from jax.experimental.pallas import mosaic_gpu
     from jaxlib.mlir import ir
@@ -214,13 +213,9 @@ def widened_pairs(pairs: Any, dtype: str, wide: str = "float16") -> tuple[Any, A
 
     def split(context: Any, pairs: Any) -> tuple[Any, ...]:
         del context
-        found = []
-        for selected in _BYTES[dtype]:
-            registers = np.empty_like(pairs.registers)
-            for index, register in np.ndenumerate(pairs.registers):
-                registers[index] = widened(register, selected)
-            found.append(gpu.FragmentedArray(_registers=registers, _layout=pairs.layout, _is_signed=None))
-        return tuple(found)
+        return tuple(
+            _with_registers(pairs, functools.partial(widened, selected=selected)) for selected in _BYTES[dtype]
+        )
 
     first, second = plgpu.inline_mgpu(arg_types=(layout,), return_type=(half, half))(split)(pairs)
     return first, second
@@ -232,7 +227,6 @@ def widened_bfloat16(array: Any) -> Any:
     Args:
         array: In the layout of a product's result.
     """
-    from jax.experimental.mosaic import gpu
     from jax.experimental.mosaic.gpu import utils
     from jax.experimental.pallas import mosaic_gpu
     from jaxlib.mlir import dialects, ir
@@ -252,12 +246,19 @@ def widened_bfloat16(array: Any) -> Any:
 
     def convert(context: Any, array: Any) -> Any:
         del context
-        registers = np.empty_like(array.registers)
-        for index, register in np.ndenumerate(array.registers):
-            registers[index] = widened(register)
-        return gpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
+        return _with_registers(array, widened)
 
     return plgpu.inline_mgpu(arg_types=(layout,), return_type=wide)(convert)(array)
+
+
+def _with_registers(array: Any, change: Callable[[Any], Any]) -> Any:
+    """Return an array of Mosaic GPU with each register changed, in the same layout."""
+    from jax.experimental.mosaic import gpu
+
+    registers = np.empty_like(array.registers)
+    for index, register in np.ndenumerate(array.registers):
+        registers[index] = change(register)
+    return gpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
 
 
 def ragged_dot_mgpu(lhs: Any, rhs: Any, group_sizes: Any, **layout: Any) -> Any:

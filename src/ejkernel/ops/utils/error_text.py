@@ -110,7 +110,7 @@ def value_text(value: object) -> str:
         text = f"({', '.join(map(value_text, value))})" if with_arrays else repr(value)  # type: ignore[call-overload]
     except BaseException as raised:  # noqa: BLE001 - as above
         return f"a {type(value).__name__}, whose __repr__ raises {type(raised).__name__}"
-    return printable(text if len(text) <= _LENGTH else f"{text[: _LENGTH - 3]}...")
+    return printable(shortened(text, _LENGTH))
 
 
 def _has_axes(value: object) -> bool:

@@ -21,7 +21,7 @@ _NATIVE_DIMS = (32, 64, 96, 128, 192, 256)  # head dimensions of the backward; o
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardProblem(AttentionSizes):
-    """The static description of one backward, whatever its launch parameters.
+    """The static description of one backward, for all launch parameters.
 
     Attributes:
         dtype: Of query, key, value and the output's cotangent.

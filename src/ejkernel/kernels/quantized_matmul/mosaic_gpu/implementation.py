@@ -142,7 +142,7 @@ class MosaicGpu(QuantizedProduct[QuantizedMatmulCall]):
         return _few_rows_fault(few_rows_plan(call, params))
 
     def heuristic(self, call: QuantizedMatmulCall) -> MosaicGpuParams:
-        """See `QuantizedProduct`; for few rows, the width with which a multiprocessor reads least."""
+        """See `QuantizedProduct`; for few rows, the width that costs a multiprocessor the least time."""
         if not _has_few_rows(call):
             return super().heuristic(call)
         plans = [(params, few_rows_plan(call, params)) for params in _few_rows_params(call)]
