@@ -261,6 +261,31 @@ def _with_registers(array: Any, change: Callable[[Any], Any]) -> Any:
     return gpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
 
 
+def uniform(number: Any) -> Any:
+    """Return an int32 number, which all threads of a warp share, in a uniform register.
+
+    Ptxas does not know otherwise that they share it, and keeps in registers of each thread what depends on it.
+    """
+    from jax.experimental.mosaic import gpu
+    from jax.experimental.pallas import mosaic_gpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    plgpu: Any = mosaic_gpu
+    layout = plgpu.Layout.WG_SPLAT(())
+
+    def reduce(context: Any, number: Any) -> Any:
+        del context
+        own = number.registers.item() if isinstance(number, gpu.FragmentedArray) else number
+        # The result of this instruction is a uniform register.
+        word = ir.IntegerType.get_signless(32)
+        shared = llvm.inline_asm(word, [own], "redux.sync.min.s32 $0, $1, 0xffffffff;", "=r,r", has_side_effects=False)
+        return gpu.FragmentedArray.splat(shared, (), is_signed=True)
+
+    made = plgpu.ShapeDtypeStruct((), jnp.int32, layout=layout)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=made)(reduce)(number)
+
+
 def ragged_dot_mgpu(lhs: Any, rhs: Any, group_sizes: Any, **layout: Any) -> Any:
     """Return the grouped product of JAX's Hopper kernel; rows past the last group are uninitialised."""
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu as module

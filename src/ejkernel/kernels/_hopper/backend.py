@@ -72,6 +72,10 @@ class Hopper:
         """Start a copy of a tile from shared to global memory."""
         plgpu.copy_smem_to_gmem(source, target)
 
+    def uniform(self, number: Any) -> Any:
+        """Return a number that all threads share, in a register that they share."""
+        return compat.uniform(number)
+
     def aliased(self, *types: Any) -> Any:
         """Return one buffer of shared memory with several layouts."""
         return plgpu.RefUnion(*types)
@@ -164,6 +168,10 @@ class Interpreter:
     def store_to_memory(self, source: Any, target: Any) -> None:
         """See `Hopper.store_to_memory`."""
         target[...] = source[...]
+
+    def uniform(self, number: Any) -> Any:
+        """See `Hopper.uniform`."""
+        return number
 
     def aliased(self, *types: Any) -> Any:
         """See `Hopper.aliased`; the interpreter ignores layouts, so the first type serves for all."""

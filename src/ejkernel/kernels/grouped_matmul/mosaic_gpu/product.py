@@ -284,6 +284,8 @@ class ProductKernel:
                 matrix = buffer.transpose((1, 0)) if plan.transpose_rhs else buffer
                 plgpu.wgmma(accumulator, self.lhs_tiles.at[stage, warpgroup], matrix)
 
+        # Without it, stage numbers of gated products are moved to uniform registers between products.
+        step = self.backend.uniform(step)
         multiply_stages(self.pipeline, step, plan.steps, multiply, products=plan.products)
 
     # Epilogue.
