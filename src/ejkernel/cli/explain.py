@@ -44,7 +44,6 @@ _USUAL = frozenset(
         "no estimates",
         "none for this call",
         "the policy does not allow it (autotune=False)",
-        "the call is a forward call",
         "the kernel has a heuristic for the backward call",
         "its forward call has no measured configuration either",
     }

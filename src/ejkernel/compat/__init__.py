@@ -73,7 +73,6 @@ from ejkernel.compat.programs import lowering_names as lowering_names
 from ejkernel.compat.programs import lowering_platforms as lowering_platforms
 from ejkernel.compat.programs import lowers_for_amd as lowers_for_amd
 from ejkernel.compat.programs import not_lowering as not_lowering
-from ejkernel.compat.programs import noting_answers as noting_answers
 from ejkernel.compat.programs import pointing_at_the_call as pointing_at_the_call
 from ejkernel.compat.programs import program_span as program_span
 from ejkernel.compat.programs import register_lowering as register_lowering

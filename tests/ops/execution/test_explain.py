@@ -43,7 +43,6 @@ def test_an_explanation_reads_like_this(executor):
         "  shipped    - the chain does not use shipped configurations",
         "  autotune   - the policy does not allow it (autotune=False)",
         "  sister     - the chain does not use shipped configurations",
-        "  forward    - the call is a forward call",
         "  heuristic  1",
         "  devices    - no sharding_rule: each device computes the whole call",
         f"  label      ejkernel_ops#Times@v0:{inv.call_key} (its name in the program's text)",

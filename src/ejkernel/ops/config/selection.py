@@ -303,7 +303,9 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         if request.policy.stale != StalePolicy():
             yield tiers.STALE, partial(request.saved, tiers.STALE, "retune")
         yield tiers.SISTER, partial(request.shipped, tiers.SISTER)
-        yield tiers.FORWARD, partial(self._from_forward, request)
+        forward = request.inv.forward
+        if forward is not None:
+            yield tiers.FORWARD, partial(self._from_forward, request, forward)
         if request.inv.platform == "tpu":  # only TPUs have tables and a simulator
             yield tiers.PUBLISHED, request.published
             yield tiers.ESTIMATED, request.estimated
@@ -336,10 +338,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
             warn(text, TuningWarning)
         return note
 
-    def _from_forward(self, request: Request) -> Answer:
-        forward = request.inv.forward
-        if forward is None:
-            return "the call is a forward call"
+    def _from_forward(self, request: Request, forward: Invocation[Any, Any]) -> Answer:
         if request.inv.direction == "bwd" and has_backward_heuristic(request.kernel, request.inv.platform):
             return "the kernel has a heuristic for the backward call"
         # Dry: a forward call that does not run is neither tuned nor recorded as a miss.

@@ -78,10 +78,12 @@ class Invocation(Generic[Cfg, Out]):
     stamp: bool = True
     method: str | None = None
     device: str = ""
-    precision: str | None = dataclasses.field(default_factory=lambda: _setting("default_matmul_precision"))
+    precision: str | None = dataclasses.field(
+        default_factory=lambda: compat.numerics_in_force().default_matmul_precision
+    )
     x64: bool = dataclasses.field(default_factory=lambda: compat.numerics_in_force().enable_x64)
-    prng: str = dataclasses.field(default_factory=lambda: _setting("default_prng_impl"))
-    promotion: str = dataclasses.field(default_factory=lambda: _setting("numpy_dtype_promotion"))
+    prng: str = dataclasses.field(default_factory=lambda: compat.numerics_in_force().default_prng_impl)
+    promotion: str = dataclasses.field(default_factory=lambda: compat.numerics_in_force().numpy_dtype_promotion.value)
     span: compat.Span | None = dataclasses.field(default=None, repr=False)
     array_types: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(default=(), repr=False)
     _node: Node | None = dataclasses.field(default=None, repr=False)
@@ -336,11 +338,6 @@ class Invocation(Generic[Cfg, Out]):
 
 def _step(kind: str, *rest: object) -> list[Any]:
     return [kind, *[item if isinstance(item, int | list) else str(item) for item in rest]]  # symbolic sizes as text
-
-
-def _setting(name: str) -> Any:
-    value: Any = getattr(compat.numerics_in_force(), name)
-    return getattr(value, "value", value)  # some versions of JAX have enums
 
 
 def _bytes_of(array: HasType) -> int:

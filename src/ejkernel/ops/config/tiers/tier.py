@@ -49,7 +49,7 @@ AGREED: Final = Tier("agreed", is_temporary=True, only="in programs of several p
 # saved, but the policy asks to tune it again
 STALE: Final = Tier("stale", is_provisional=True, is_saved=True, only="if EJKERNEL_STALE asks to tune entries again")
 SISTER: Final = Tier("sister", is_provisional=True, is_saved=True)  # shipped, but measured on another device
-FORWARD: Final = Tier("forward", is_provisional=True, is_saved=True)
+FORWARD: Final = Tier("forward", is_provisional=True, is_saved=True, only="for derivatives")
 # measured by others
 PUBLISHED: Final = Tier("published", is_provisional=True, is_saved=True, only="on TPUs")
 # by a compiler's simulator, not measured
