@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -14,6 +15,7 @@ import types
 import hypothesis
 import jax
 import pytest
+from jax._src import traceback_util
 from tests import forked, quick
 
 # Before any test touches a device: meshes and `pmap` need several, and a CUDA plugin compiles without a GPU.
@@ -21,6 +23,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 os.environ.pop("COLUMNS", None)  # pytest's workers have it, and output to a pipe has no width without it
 quick.start()
+# JAX asks the file system about each frame of an error's traceback, for each prefix of paths that it hides.
+traceback_util._path_starts_with = functools.cache(traceback_util._path_starts_with)
 # A shell ignores the first in background jobs, `nohup` the second, and processes inherit that.
 for _number, _default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:

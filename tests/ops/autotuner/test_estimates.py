@@ -195,6 +195,7 @@ def test_the_examples_of_a_call_are_its_parts():
     assert shapes(parts) == [{(count, 64, 2, 128)} for count in (1, 2, 3)]
 
 
+@pytest.mark.slow
 def test_the_examples_of_a_vmapped_backward_call_are_its_parts():
     like = jax.ShapeDtypeStruct((32, 1, 64, 2, 128), jnp.bfloat16)
     attend = jax.vmap(lambda q: flash_attention(q, q, q, causal=True))

@@ -137,6 +137,7 @@ def test_a_single_call_of_a_function_needs_no_index():
         _ = explained.banana
 
 
+@pytest.mark.slow
 def test_a_backward_from_its_forward_shows_the_parameters_that_run():
     x = jnp.ones((1, 16, 2, 8))
     config = FlashAttentionConfig(implementation="xla", fwd=FwdParams(q_blocksize=8, kv_blocksize=8))
