@@ -126,7 +126,7 @@ def test_no_answer_is_an_error_with_the_folders_that_were_searched(tmp_path):
     persistent = PersistentCache(tmp_path / "own", layers=[tmp_path / "layer"])
     with pytest.raises(NoConfigError) as error:
         ConfigSelectorChain(persistent=persistent).resolve(Invocation(kernel=Bare(), args=(X,)), Bare())
-    assert f"memory, persistent ({tmp_path / 'own'}, {tmp_path / 'layer'}), shipped" in str(error.value)
+    assert f"memory, persistent ({tmp_path / 'own'}, {tmp_path / 'layer'}), shipped, sister" in str(error.value)
 
 
 def test_no_answer_is_an_error_with_the_tiers_and_the_fix():
