@@ -89,7 +89,7 @@ def _settings(environment: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def _caches() -> list[dict[str, Any]]:
-    """Return the folders and URLs of configurations, the one for writing first."""
+    """Return the folders and URLs of configurations, the folder for writing first."""
     try:
         current = settings.current()
         folder, layers = current.cache_dir, current.cache_layers

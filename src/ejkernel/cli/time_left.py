@@ -16,7 +16,7 @@ from ejkernel.ops.utils.formatting import rounded
 
 ENOUGH: Final = 0.25  # of the candidates of a call, before their time is extrapolated
 _PAIR: Final = 2  # candidates of a confirmation run
-_DROPPING: Final = 4  # rounds in which many candidates are dropped, so that their time says little
+_DROPPING: Final = 4  # rounds that drop many candidates, so that their time says little
 _CLOSE: Final = 2.25  # ends of a range whose ratio is at most this have their geometric mean within 1.5 times of both
 _EXTENSION: Final = 8, 20.0  # an unclear confirmation run goes on for eight times its rounds, or 20 s
 

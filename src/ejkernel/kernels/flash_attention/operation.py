@@ -222,7 +222,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
     def _beside_copies(
         self, cfg: FlashAttentionConfig, args: tuple[Any, ...], options: dict[str, Any]
     ) -> FlashAttentionConfig:
-        """Return the configuration of a block, whose launch does not wait for copies between devices."""
+        """Return the configuration of a block with a launch that does not wait for copies between devices."""
         cfg = self._fitting(cfg, args, options)
         selected = self._running(cfg, args, options)
         params = selected.params
@@ -345,7 +345,7 @@ def _options_of(sides: Sides) -> dict[str, Any]:
 
 
 def _attention_rule(operands: Operands, options: Mapping[str, Any]) -> ShardingRule | None:
-    """Return the rule for a call with these operands; `None` with dropout, whose mask depends on the row's position."""
+    """Return the rule for a call with these operands; `None` with dropout, which depends on the row's position."""
     if operands.dropout_key is not None:
         return None
     given = [(name, array) for name, array in operands._asdict().items() if array is not None]
