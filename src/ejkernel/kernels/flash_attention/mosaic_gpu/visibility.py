@@ -3,8 +3,8 @@
 
 A forward tile visits one range of key blocks. Inside it lies a range of unmasked blocks: every row of the tile sees
 every key of these; all other blocks are masked. With a window alone the kernel computes the ranges; segments and masks
-are read before the kernel runs, and make a table. Blocks outside the range hide every key. Blocks inside it may hide every
-key too: masking makes them correct, only slower.
+are read before the kernel runs, and make a table. Blocks outside the range hide every key. Blocks inside it may hide
+every key too: masking makes them correct, only slower.
 """
 
 from __future__ import annotations
