@@ -41,6 +41,7 @@ from ejkernel.ops.errors import (
 )
 from ejkernel.ops.registry import forget_missed, note_missed
 from ejkernel.ops.utils import services
+from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import arguments
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.validation import check_argument
@@ -150,7 +151,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         places = ", ".join(getattr(self.persistent, "places", ()))
         if places:
             asked = [f"{tier} ({places})" if tier == tiers.PERSISTENT.name else tier for tier in asked]
-        not_taken = dict.fromkeys(consulted.note for consulted in tried if consulted.is_rejected)
+        not_taken = dict.fromkeys(printable(consulted.note) for consulted in tried if consulted.is_rejected)
         saved = f"The saved entry is not used: {'; '.join(not_taken)}" if not_taken else self._nearest(request)
         command = command_for(request.kernel)
         return NoConfigError(inv.op_id, tuple(asked), call, saved, command, request.policy.note_misses)
