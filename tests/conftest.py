@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -38,6 +39,7 @@ hypothesis.settings.register_profile("whole", deadline=None)
 pytest_plugins = ["tests.cpu_seconds", "tests.selection"]
 
 _FOLDERS = itertools.count()
+_ALL_SLOW = re.compile(r"^pytestmark = .*\bmark\.slow\b", re.MULTILINE)
 
 
 # Tests of files, processes, types and the command depend little on the version of JAX: CI runs them with one version.
@@ -66,6 +68,13 @@ def pytest_configure(config):
     hypothesis.settings.load_profile("whole" if config.getoption("--whole") else "sample")
     if config.getoption("--require") == "gpu":
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Pass over a file of nothing but slow tests if those are not wanted: its import takes time."""
+    if config.getoption("markexpr") == "not slow" and collection_path.suffix == ".py":
+        return True if _ALL_SLOW.search(collection_path.read_text(encoding="utf-8")) else None
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)
