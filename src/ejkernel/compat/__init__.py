@@ -60,7 +60,7 @@ from ejkernel.compat.processes import coordination_store as coordination_store
 from ejkernel.compat.processes import span_of as span_of
 from ejkernel.compat.programs import Answers as Answers
 from ejkernel.compat.programs import is_partitioned as is_partitioned
-from ejkernel.compat.programs import knows_devices as knows_devices
+from ejkernel.compat.programs import is_split_by_xla as is_split_by_xla
 from ejkernel.compat.programs import label_value as label_value
 from ejkernel.compat.programs import lacks_lowering as lacks_lowering
 from ejkernel.compat.programs import lower_each_platform as lower_each_platform

@@ -174,9 +174,13 @@ def _spreads(context: Any) -> bool:
     return int(getattr(context, "num_devices", None) or 1) > 1
 
 
-def knows_devices() -> bool:
-    """Return whether the devices of the program under way are known, as custom partitioning requires."""
-    return _answered(knows_devices, getattr(_target.get().axis_context, "device_assignment", None) is not None)
+def is_split_by_xla() -> bool:
+    """Return whether XLA's partitioner alone splits the program under way.
+
+    If the program's devices are known, custom partitioning can control the split.
+    """
+    context = _target.get().axis_context
+    return _answered(is_split_by_xla, _spreads(context) and getattr(context, "device_assignment", None) is None)
 
 
 def _answered(question: Callable[[], T], answer: T) -> T:

@@ -46,6 +46,7 @@ _MANIFEST = "manifest.json"
 _LARGEST = 16 << 20  # bytes of a manifest; a candidate takes hundreds
 _MOST_ARRAYS = 1 << 16  # that a program takes or returns
 _FILE = re.compile(r"\d+-\d+\.bin")
+_OF_PROGRAM: Final = ("inputs", "outputs", "mosaic", "spilled", "vector_memory")  # fields of `Program` in its row
 
 Candidates = Callable[[Invocation[Any, Any]], Collection[Any]]  # the candidates of a call
 Progress = Callable[[Invocation[Any, Any], int, int], None]  # see `compile_bundle`
@@ -315,16 +316,12 @@ def _with_file(row: _Row, program: Program | None, file: Path) -> _Row:
     """Write the code of a program, if it has any; return the row with the fields needed to load it."""
     if program is None or not isinstance(program.code, bytes):
         return row
-    return dataclasses.replace(
-        row,
-        file=file.name,
-        sha256=CodeFile.written(file, program.code).sha256,
-        inputs=program.inputs,
-        outputs=program.outputs,
-        mosaic=program.mosaic,
-        spilled=program.spilled,
-        vector_memory=program.vector_memory,
-    )
+    digest = CodeFile.written(file, program.code).sha256
+    return dataclasses.replace(row, file=file.name, sha256=digest, **_figures(program))
+
+
+def _figures(found: _Row | Program) -> dict[str, Any]:
+    return {name: getattr(found, name) for name in _OF_PROGRAM}
 
 
 # --- reading a bundle ---
@@ -426,11 +423,4 @@ def _program(row: _Row, folder: Path) -> Program | None:
     if not (0 <= row.inputs <= _MOST_ARRAYS and 0 <= row.outputs <= _MOST_ARRAYS):
         counts = f"{describe(row.inputs)} arrays and returns {describe(row.outputs)}"
         raise ConfigError(f"the bundle {folder} has a program that takes {counts}; compile it again.")
-    return Program(
-        code=CodeFile(folder / row.file, row.sha256),
-        inputs=row.inputs,
-        outputs=row.outputs,
-        mosaic=row.mosaic,
-        spilled=row.spilled,
-        vector_memory=row.vector_memory,
-    )
+    return Program(code=CodeFile(folder / row.file, row.sha256), **_figures(row))
