@@ -106,7 +106,7 @@ class Hopper:
         return compat.widened_pairs(pairs, dtype, wide)
 
     def tile(self, tiles: Any, index: tuple[Any, Any], shape: tuple[int, int]) -> Any:
-        """Return a tile, by row and column, of a view whose last four axes are tiles and their elements."""
+        """Return a tile, by row and column, of a view with tiles and their elements as its last four axes."""
         del shape
         return tiles.at[index]
 

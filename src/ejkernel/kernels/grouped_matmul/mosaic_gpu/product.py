@@ -4,7 +4,7 @@
 Tiles of rows start at the first row of their group. If the plan has short tiles, and at most half a tile of rows
 remains, they are one, which one consumer computes in about two thirds of the time. The last tile of a group is shifted
 up so that it ends with the group: some rows are computed twice, with the same bits. Only groups smaller than a tile are
-stored in pieces, whose heights are powers of two. The tile scheduler runs in every thread: it walks over the group
+stored in pieces, with powers of two as heights. The tile scheduler runs in every thread: it walks over the group
 sizes as it takes tiles, so nothing has to run before the kernel.
 
 Producer and consumers visit the same tiles and steps in the same order, for any group sizes, so they cannot deadlock.

@@ -52,7 +52,7 @@ class _Tile(NamedTuple):
 
     Attributes:
         column: Its first column.
-        split: The split whose steps the block computes.
+        split: The split with the block's steps.
         first: The number of its first step in this block.
         steps: How many steps the block computes.
     """

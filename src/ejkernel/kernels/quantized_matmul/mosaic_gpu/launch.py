@@ -96,7 +96,7 @@ def _whole_tiles(size: int) -> int:
 
 
 def _fitting(x: jax.Array, dtype: str) -> tuple[jax.Array, Any]:
-    """Return rows in the dtype of the products, and factors, of which the first are those of the rows.
+    """Return rows in the dtype of the products, and factors, those of the rows first.
 
     The factors are powers of two: in float16 a row loses digits only of
     numbers that are 2**28 times smaller than its largest.

@@ -83,7 +83,7 @@ class QuantizedPlan(ProductPlan):
 
     Attributes:
         w_dtype: Name of the dtype of `w`; `dtype` is that of `x`.
-        promoted: Steps whose products are summed in the tensor core; 0: all of them.
+        promoted: Steps summed in the tensor core; 0: all of them.
         blocks: Whether scales are those of 1x128 blocks of rows; else of whole rows.
         thin: Whether the blocks of `w` are 1x128, too; else 128x128.
         clears: Whether rows outside all groups become zero; else they remain unwritten, and the caller cuts them off.
@@ -398,7 +398,7 @@ def quantized_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> Quanti
 
 
 def _cluster(rows: int, params: MosaicGpuParams) -> int:
-    """Return the blocks of threads in a cluster: 2 if nearly all of them have rows of their own."""
+    """Return the blocks of threads in a cluster: 2 if nearly all of them have their own rows."""
     tiles = -(-rows // params.block_m)
     return 2 if tiles % 2 == 0 or tiles >= _TILES_FOR_CLUSTERS else 1
 

@@ -9,7 +9,6 @@ unchecked, so measure only bundles that you trust.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -47,6 +46,7 @@ _MANIFEST = "manifest.json"
 _LARGEST = 16 << 20  # bytes of a manifest; a candidate takes hundreds
 _MOST_ARRAYS = 1 << 16  # that a program takes or returns
 _FILE = re.compile(r"\d+-\d+\.bin")
+_OF_PROGRAM: Final = ("inputs", "outputs", "mosaic", "spilled", "vector_memory")  # fields of `Program` in its row
 
 Candidates = Callable[[Invocation[Any, Any]], Collection[Any]]  # the candidates of a call
 Progress = Callable[[Invocation[Any, Any], int, int], None]  # see `compile_bundle`
@@ -141,7 +141,6 @@ def compile_bundle(
     candidates: Candidates | None = None,
     max_candidates: int = 100,
     processes: int = 0,
-    executor: concurrent.futures.Executor | None = None,
     progress: Progress | None = None,
 ) -> list[BundledCall]:
     """Compile the candidates of calls for a target and write them to a folder. Measures nothing.
@@ -156,7 +155,6 @@ def compile_bundle(
         max_candidates: Number of candidates of a `ConfigSpace` to compile, chosen at random.
         processes: Number of processes that compile, where they can compile for the target; 0: threads of this process,
             which cannot report register spills.
-        executor: Compiles instead of this machine, e.g. on a cluster.
         progress: Called with the call, the number of finished candidates and the number of all candidates.
 
     Raises:
@@ -164,7 +162,7 @@ def compile_bundle(
     """
     processes = processes if target.suits_processes else 0
     # Raise once here instead of for each candidate.
-    target.check(loads_compiler=executor is None and not processes)
+    target.check(loads_compiler=not processes)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         is_empty = not any(folder.iterdir())
@@ -172,13 +170,12 @@ def compile_bundle(
         raise ConfigError(f"the bundle's folder {folder} cannot be written: {error}") from error
     if not is_empty:
         raise ConfigError(f"the bundle's folder must be empty, but {folder} is not; remove it or name another.")
-    how = _How(target, processes, executor)
     bundled, written = [], []
     try:
         with worker_session():
             aimed = aimed_calls(calls, target, candidates, max_candidates, "compile")
             for number, (inv, configs) in enumerate(aimed):
-                ended = _compile_call(inv, configs, how, progress)
+                ended = _compile_call(inv, configs, target, processes, progress)
                 written.append(_written(inv, configs, ended, folder, number))
                 bundled.append(_bundled(written[-1], folder))
         manifest = _Manifest(
@@ -200,44 +197,26 @@ def compile_bundle(
     return bundled
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _How:
-    """The target, and the processes or executor that compile for it."""
-
-    target: Target
-    processes: int
-    executor: concurrent.futures.Executor | None
-
-    def job(
-        self, timeout: AdaptiveTimeout, inv: Invocation[Cfg, Out], choice: Choice, only_once: bool
-    ) -> Callable[[], Program]:
-        """Return a function that compiles a call."""
-        job = functools.partial(compile_for, inv, choice, self.target, only_once=only_once)
-        if self.executor is not None:
-            return functools.partial(_submitted, self.executor, job)
-        if self.processes:
-            return functools.partial(compile_processes(self.processes).run, job, lambda: timeout.seconds)
-        return job
-
-
-def _submitted(executor: concurrent.futures.Executor, job: Callable[[], Program]) -> Program:
-    return executor.submit(job).result()
-
-
 def _compile_call(
     inv: Invocation[Cfg, Out],
     configs: Sequence[object],
-    how: _How,
+    target: Target,
+    processes: int,
     progress: Progress | None,
 ) -> list[Done[Program]]:
     """Return the compilation result of each candidate and, last, of the reference if the kernel has one."""
     assert inv.kernel is not None  # calls found in programs have one
     timeout = AdaptiveTimeout(first=600.0, least=60.0)
-    jobs = [how.job(timeout, inv, Choice(config=c, platform=inv.platform), False) for c in configs]
+    choices = [Choice(config=config, platform=inv.platform) for config in configs]
     if overrides(inv.kernel, "reference"):
-        choice = Choice(config=configs[0], platform=inv.platform, reference=True)
-        jobs.append(how.job(timeout, inv, choice, True))
-    return carried_out(inv, jobs, width=how.processes or None, timeout=timeout, progress=progress)
+        choices.append(Choice(config=configs[0], platform=inv.platform, reference=True))
+    jobs: list[Callable[[], Program]] = [
+        functools.partial(compile_for, inv, choice, target, only_once=choice.reference) for choice in choices
+    ]
+    if processes:
+        pool = compile_processes(processes)
+        jobs = [functools.partial(pool.run, job, lambda: timeout.seconds) for job in jobs]
+    return carried_out(inv, jobs, width=processes or None, timeout=timeout, progress=progress)
 
 
 def carried_out(
@@ -318,7 +297,8 @@ def _row(config: object, done: Done[Program]) -> _Row:
     """Return the manifest row of a candidate or of the reference, without its file."""
     program, error = done.result, done.error
     if program is None:
-        status, reason = _why_not_compiled(error)
+        status = Status.FAILED
+        reason = str(error) if isinstance(error, CandidateError) else f"{type(error).__name__}: {error}"
     elif program.why_left:
         status, reason = Status.LEFT, f"{program.why_left}, so the measuring machine compiles it"
     else:
@@ -332,26 +312,16 @@ def _row(config: object, done: Done[Program]) -> _Row:
     )
 
 
-def _why_not_compiled(error: BaseException | None) -> tuple[Status, str]:
-    if isinstance(error, concurrent.futures.BrokenExecutor):  # an unknown candidate ended the process
-        return Status.LEFT, "the compiling process ended"
-    return Status.FAILED, str(error) if isinstance(error, CandidateError) else f"{type(error).__name__}: {error}"
-
-
 def _with_file(row: _Row, program: Program | None, file: Path) -> _Row:
     """Write the code of a program, if it has any; return the row with the fields needed to load it."""
     if program is None or not isinstance(program.code, bytes):
         return row
-    return dataclasses.replace(
-        row,
-        file=file.name,
-        sha256=CodeFile.written(file, program.code).sha256,
-        inputs=program.inputs,
-        outputs=program.outputs,
-        mosaic=program.mosaic,
-        spilled=program.spilled,
-        vector_memory=program.vector_memory,
-    )
+    digest = CodeFile.written(file, program.code).sha256
+    return dataclasses.replace(row, file=file.name, sha256=digest, **_figures(program))
+
+
+def _figures(found: _Row | Program) -> dict[str, Any]:
+    return {name: getattr(found, name) for name in _OF_PROGRAM}
 
 
 # --- reading a bundle ---
@@ -453,11 +423,4 @@ def _program(row: _Row, folder: Path) -> Program | None:
     if not (0 <= row.inputs <= _MOST_ARRAYS and 0 <= row.outputs <= _MOST_ARRAYS):
         counts = f"{describe(row.inputs)} arrays and returns {describe(row.outputs)}"
         raise ConfigError(f"the bundle {folder} has a program that takes {counts}; compile it again.")
-    return Program(
-        code=CodeFile(folder / row.file, row.sha256),
-        inputs=row.inputs,
-        outputs=row.outputs,
-        mosaic=row.mosaic,
-        spilled=row.spilled,
-        vector_memory=row.vector_memory,
-    )
+    return Program(code=CodeFile(folder / row.file, row.sha256), **_figures(row))
