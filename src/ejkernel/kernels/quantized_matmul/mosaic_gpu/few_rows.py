@@ -9,7 +9,6 @@ tiles, several blocks split a tile's steps, and XLA sums their results.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -83,8 +82,8 @@ def multiply(plan: FewRowsPlan, *arrays: jax.Array, interpret: Any = None) -> ja
     )
     if plan.splits == 1:
         return out
-    products = functools.reduce(operator.add, out)  # XLA has a faster kernel for this than for `out.sum(0)`
-    return (products[:, : plan.rows].T if plan.wide else products).astype(plan.out_dtype)
+    products = out.reshape(plan.splits, -1, plan.tile_rows)[:, : plan.columns, : plan.rows]
+    return products.sum(0).T.astype(plan.out_dtype)
 
 
 class FewRowsKernel:
@@ -129,12 +128,6 @@ class FewRowsKernel:
 
         return count * plan.steps
 
-    def _first(self, part: Any) -> Any:
-        """Return the first of a consumer's columns, counted from the tile's."""
-        width = self.plan.part_columns
-        # If a tile is no multiple of this, the last consumers compute some columns twice, with the same result.
-        return lax.min(jnp.int32(part * width), jnp.int32(self.plan.tile_columns - width))
-
     def _part(self, stage: Any, part: Any) -> Any:
         """Return the buffer of a consumer's columns."""
         return self.memory.w.at[stage, part]
@@ -148,7 +141,7 @@ class FewRowsKernel:
                 stage = self.pipeline.producer_acquire(tile.first + i)
                 full, along = self.pipeline.full.at[stage], pl.ds((tile.split * plan.steps + i) * STEP, STEP)
                 for part in range(plan.consumers):
-                    columns = pl.ds(tile.column + self._first(part), plan.part_columns)
+                    columns = pl.ds(tile.column + part * plan.part_columns, plan.part_columns)
                     plgpu.copy_gmem_to_smem(self.w.at[columns, along], self._part(stage, part), full)
                 plgpu.copy_gmem_to_smem(self.x.at[pl.ds(self.row, plan.tile_rows), along], memory.x.at[stage], full)
 
@@ -158,23 +151,21 @@ class FewRowsKernel:
         plan = self.plan
 
         def compute(tile: _Tile) -> None:
-            columns = pl.ds(tile.column + self._first(warpgroup), plan.part_columns)
+            column = tile.column + warpgroup * plan.part_columns
+            columns = pl.ds(column, plan.part_columns)
             values = self._computed(tile, columns, warpgroup).astype(plan.result_dtype)
             buffer = self.memory.out.at[warpgroup]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             compat.store_as_it_is(buffer.transpose((1, 0)) if plan.wide and plan.splits == 1 else buffer, values)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(buffer, self._target(tile, columns))
+            if plan.splits == 1:
+                target = self.out.at[pl.ds(self.row, plan.tile_rows), columns]
+            else:
+                target = self.out.at[pl.ds(tile.split * plan.factors + column, plan.part_columns)]
+            plgpu.copy_smem_to_gmem(buffer, target)
 
         self._each_tile(compute)
         plgpu.wait_smem_to_gmem(0)
-
-    def _target(self, tile: _Tile, columns: Any) -> Any:
-        """Return where the result of a tile's columns belongs."""
-        rows = pl.ds(self.row, self.plan.tile_rows)
-        if self.plan.splits == 1:
-            return self.out.at[rows, columns]
-        return self.out.at[tile.split, *((columns,) if self.plan.wide else (rows, columns))]
 
     def _factors(self, columns: Any, shape: tuple[int, int], *, axis: int) -> Any:
         """Return the products of both factors; rows of `x` lie along `axis`."""

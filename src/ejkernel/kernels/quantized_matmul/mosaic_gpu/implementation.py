@@ -230,8 +230,8 @@ def _few_rows_params(call: QuantizedMatmulCall) -> Iterator[MosaicGpuParams]:
 def _few_rows_fault(plan: FewRowsPlan) -> str | None:
     if plan.shared_bytes() > hopper.SHARED_MEMORY:
         return f"it needs {plan.shared_bytes()} of {hopper.SHARED_MEMORY} bytes of shared memory."
-    if plan.wide and plan.tile_columns < FEW_ROWS:
-        return f"block_n must be at least {FEW_ROWS} for rows of 16 bits, got {plan.tile_columns}."
+    if plan.wide and plan.tile_columns % FEW_ROWS:
+        return f"block_n must be a multiple of {FEW_ROWS} for rows of 16 bits, got {plan.tile_columns}."
     if plan.stages < plan.promoted:
         return f"stages must be at least {plan.promoted}, got {plan.stages}."
     return None

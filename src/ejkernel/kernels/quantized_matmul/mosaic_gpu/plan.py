@@ -278,17 +278,15 @@ class FewRowsPlan:
         return self.out_dtype if self.splits == 1 else "float32"
 
     @property
-    def result_shape(self) -> tuple[int, ...]:
-        """The shape that the kernel stores: the result, or the result or its transpose from each split."""
-        if self.splits == 1:
-            return self.rows, self.columns
-        return self.splits, *((self.columns, self.tile_rows) if self.wide else (self.rows, self.columns))
+    def result_shape(self) -> tuple[int, int]:
+        """The shape that the kernel stores: the result, or its transpose from each split."""
+        return (self.rows, self.columns) if self.splits == 1 else (self.splits * self.factors, self.tile_rows)
 
     @property
     def buffer_shape(self) -> tuple[int, int]:
         """The shape of a consumer's part of a tile."""
         shape = self.tile_rows, self.part_columns
-        return shape[::-1] if self.wide and self.splits > 1 else shape
+        return shape if self.splits == 1 else shape[::-1]
 
     @property
     def is_integer(self) -> bool:
@@ -309,21 +307,20 @@ class FewRowsPlan:
     def consumers(self) -> int:
         """Warpgroups that share a tile's columns."""
         if self.wide:
-            return -(-self.tile_columns // ROWS)
+            return self.tile_columns // ROWS
         return 1 if self.tile_columns <= _PART else 2
 
     @property
     def part_columns(self) -> int:
-        """Columns of a consumer: with rows of 16 bits, some may belong to two consumers."""
-        return ROWS if self.wide else self.tile_columns // self.consumers
+        """Columns of a consumer."""
+        return self.tile_columns // self.consumers
 
     @property
     def steps(self) -> int:
         """Steps of a block of threads for a tile; the last split may have fewer."""
-        most = max(1, min(MULTIPROCESSORS // self.column_tiles, self.all_steps // LEAST_STEPS))
-        if self.wide:
-            return -(-self.all_steps // most)
-        return self.all_steps // next(splits for splits in range(most, 0, -1) if self.all_steps % splits == 0)
+        blocks = MULTIPROCESSORS if self.wide else 1
+        splits = max(1, min(blocks // self.column_tiles, self.all_steps // LEAST_STEPS))
+        return -(-self.all_steps // splits)
 
     @property
     def all_steps(self) -> int:
@@ -348,8 +345,7 @@ class FewRowsPlan:
     @property
     def stage_bytes(self) -> int:
         """Bytes of a pipeline stage."""
-        columns = self.consumers * self.part_columns
-        return (self.tile_rows * jnp.dtype(self.dtype).itemsize + columns) * STEP
+        return (self.tile_rows * jnp.dtype(self.dtype).itemsize + self.tile_columns) * STEP
 
     @property
     def columns_per_program(self) -> int:
@@ -371,7 +367,7 @@ class FewRowsPlan:
         """Return the shared memory of a block of threads."""
         return (
             self.stages * self.stage_bytes
-            + self.tile_rows * self.consumers * self.part_columns * jnp.dtype(self.result_dtype).itemsize
+            + self.tile_rows * self.tile_columns * jnp.dtype(self.result_dtype).itemsize
             + OVERHEAD
         )
 
