@@ -101,6 +101,10 @@ class Hopper:
         """Return the first and the second numbers of pairs, in float16 or, if they are int8, in bfloat16."""
         return compat.widened_pairs(pairs, dtype, wide)
 
+    def widened_in_order(self, pairs: jax.Array, dtype: str, wide: str) -> tuple[jax.Array, jax.Array]:
+        """Return the numbers of the even and of the odd pairs, in float16 or, if they are int8, in bfloat16 by 64."""
+        return compat.widened_in_order(pairs, dtype, wide)
+
     def tile(self, tiles: Any, index: tuple[Any, Any], shape: tuple[int, int]) -> Any:
         """Return a tile, by row and column, of a view whose last four axes are tiles and their elements."""
         del shape
@@ -194,6 +198,13 @@ class Interpreter:
         """See `Hopper.widened_pairs`."""
         found = lax.bitcast_convert_type(pairs, jnp.dtype(dtype)).astype(wide)
         return found[..., 0], found[..., 1]
+
+    def widened_in_order(self, pairs: jax.Array, dtype: str, wide: str) -> tuple[jax.Array, jax.Array]:
+        """See `Hopper.widened_in_order`."""
+        found = lax.bitcast_convert_type(pairs, jnp.dtype(dtype)).astype(wide)
+        found = found.reshape(*pairs.shape[:-1], -1, 2, 2) / (64 if wide == "bfloat16" else 1)
+        first, second = (found[..., number, :].reshape(pairs.shape) for number in (0, 1))
+        return first, second
 
     def tile(self, tiles: Any, index: tuple[Any, Any], shape: tuple[int, int]) -> Any:
         """See `Hopper.tile`; the view is a matrix here."""
