@@ -165,8 +165,9 @@ def _deviation_of_integers(name: str, got: Any, want: Any, of: str) -> Deviation
         return Deviation(0, 0.0)
     is_small = got.size <= _SMALL
     found = _differing(np.asarray(got), np.asarray(want)) if is_small else _differing_on_device(got, want)
-    count, *at = map(int, found)
-    values = f"{_rows(got)[*at]} instead of {_rows(want)[*at]}{position(at, got.shape)}" if count else ""
+    count, row, column = map(int, found)
+    at = position(row * _rows(got).shape[1] + column, got.shape)
+    values = f"{_rows(got)[row, column]} instead of {_rows(want)[row, column]}{at}" if count else ""
     return Deviation(count, 0.0, f"{name} differs from {of} in {count} elements: {values}" if count else "")
 
 
@@ -187,10 +188,9 @@ def _rows(array: Any) -> Any:
     return array.reshape(-1, array.shape[-1] if array.ndim else 1)
 
 
-def position(at: Sequence[int], shape: Sequence[int]) -> str:
-    """Return the position of an element in words, such as ` at [3, 0]`, given its row and column as in `_rows`."""
-    row, column = at
-    return f" at {[*(int(each) for each in np.unravel_index(row, shape[:-1])), column]}" if shape else ""
+def position(index: int, shape: Sequence[int]) -> str:
+    """Return the position of an element of a flattened array in words, such as ` at [3, 0]`; empty for a scalar."""
+    return f" at {[int(each) for each in np.unravel_index(index, shape)]}" if shape else ""
 
 
 class _Comparison(NamedTuple):
@@ -267,7 +267,8 @@ def _root_mean_square(values: Any, count: Any, xp: Any) -> Any:
 def _judge(name: str, found: _Comparison, allowed: Tolerance, of: str, shape: Sequence[int]) -> Deviation:
     found = _Comparison(*(value.item() for value in found))
     worst, overall = found.error / max(found.scale, _TINY), found.overall / max(found.size, _TINY)
-    values = f"{found.got:.6g} instead of {found.want:.6g}{position((found.row, found.column), shape)}"
+    at = position(found.row * (shape[-1] if shape else 1) + found.column, shape)
+    values = f"{found.got:.6g} instead of {found.want:.6g}{at}"
     if not found.same_kinds:
         return Deviation(math.inf, allowed.worst, f"{name} {NOT_FINITE} where {of} has none, or vice versa: {values}")
     if found.error > allowed.worst * found.scale:
