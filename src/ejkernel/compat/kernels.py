@@ -168,16 +168,13 @@ def store_as_it_is(target: Any, values: Any) -> None:
 
 
 # PTX from a register with two pairs to the two first or second numbers, widened; `BYTES` is what prmt selects. An
-# integer in the low bits of a large power of two, with its sign flipped or split off, differs from it by a constant.
+# integer in the low bits of a large power of two, with its sign flipped, differs from it by a constant.
 _WIDEN = {
     # The instruction for float8_e4m3fn has float16 as its only target.
-    ("float8_e4m3fn", "float16"): "prmt.b32 pairs, $1, $1, BYTES; mov.b32 {low, high}, pairs; "
-    "cvt.rn.f16x2.e4m3x2 $0, low;",
-    ("float8_e5m2", "float16"): "mov.b32 bias, 0; prmt.b32 $0, $1, bias, BYTES;",  # float16 with fewer digits
-    ("int8", "float16"): "xor.b32 pairs, $1, 0x80808080; mov.b32 bias, 0x64646464; prmt.b32 pairs, pairs, bias, BYTES; "
+    "float8_e4m3fn": "prmt.b32 pairs, $1, $1, BYTES; mov.b32 {low, high}, pairs; cvt.rn.f16x2.e4m3x2 $0, low;",
+    "float8_e5m2": "mov.b32 bias, 0; prmt.b32 $0, $1, bias, BYTES;",  # float16 with fewer digits
+    "int8": "xor.b32 pairs, $1, 0x80808080; mov.b32 bias, 0x64646464; prmt.b32 pairs, pairs, bias, BYTES; "
     "mov.b32 bias, 0x64806480; sub.rn.f16x2 $0, pairs, bias;",
-    ("int8", "bfloat16"): "mov.b32 bias, 0x43434343; prmt.b32 pairs, $1, bias, BYTES; and.b32 bias, pairs, 0xff80ff80; "
-    "and.b32 pairs, pairs, 0xff7fff7f; sub.rn.bf16x2 $0, pairs, bias;",
 }
 _BYTES = {
     "float8_e4m3fn": ("0x0020", "0x0031"),
@@ -188,7 +185,7 @@ _BYTES = {
 
 # The same for the numbers of one pair after the other: bytes of the low or of the high half. As a bfloat16, an unsigned
 # byte is a subnormal multiple of 2**-133, so a fused multiplication and addition makes it signed, divided by 64.
-_IN_ORDER = _WIDEN | {
+_IN_ORDER = {(dtype, "float16"): text for dtype, text in _WIDEN.items()} | {
     ("float8_e4m3fn", "float16"): "mov.b32 {low, high}, $1; cvt.rn.f16x2.e4m3x2 $0, BYTES;",
     ("int8", "bfloat16"): "xor.b32 pairs, $1, 0x80808080; mov.b32 bias, 0; prmt.b32 pairs, pairs, bias, BYTES; "
     "mov.b32 bias, 0x7f007f00; mov.b32 last, 0xc000c000; fma.rn.bf16x2 $0, pairs, bias, last;",
@@ -212,15 +209,14 @@ def widened_in_order(pairs: Any, dtype: str, wide: str) -> tuple[Any, Any]:
     return _widened(pairs, wide, _IN_ORDER[dtype, wide], _HALVES[dtype])
 
 
-def widened_pairs(pairs: Any, dtype: str, wide: str = "float16") -> tuple[Any, Any]:
-    """Return the first and the second numbers of pairs of 8 bits, in 16 bits, in a Mosaic GPU kernel.
+def widened_pairs(pairs: Any, dtype: str) -> tuple[Any, Any]:
+    """Return the first and the second numbers of pairs of 8 bits, in float16, in a Mosaic GPU kernel.
 
     Args:
         pairs: int16, in the layout of a product's result; that of the results.
         dtype: The dtype of the numbers.
-        wide: The dtype of the results: float16 or, for int8, bfloat16.
     """
-    return _widened(pairs, wide, _WIDEN[dtype, wide], _BYTES[dtype])
+    return _widened(pairs, "float16", _WIDEN[dtype], _BYTES[dtype])
 
 
 def _widened(pairs: Any, wide: str, text: str, selected: tuple[str, str]) -> tuple[Any, Any]:
