@@ -32,6 +32,7 @@ from ejkernel.compat.kernels import tuned_ragged_blocks as tuned_ragged_blocks
 from ejkernel.compat.kernels import unchecked as unchecked
 from ejkernel.compat.kernels import uniform as uniform
 from ejkernel.compat.kernels import widened_bfloat16 as widened_bfloat16
+from ejkernel.compat.kernels import widened_in_order as widened_in_order
 from ejkernel.compat.kernels import widened_pairs as widened_pairs
 from ejkernel.compat.partitioning import AskedToSplit as AskedToSplit
 from ejkernel.compat.partitioning import LogicalMesh as LogicalMesh

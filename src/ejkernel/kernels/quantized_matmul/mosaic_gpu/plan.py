@@ -299,6 +299,11 @@ class FewRowsPlan:
         return jnp.dtype(self.dtype).itemsize == 2
 
     @property
+    def divisor(self) -> int:
+        """What the widened numbers of the matrix are divided by."""
+        return 64 if self.wide and self.w_dtype == "int8" and self.dtype == "bfloat16" else 1
+
+    @property
     def tile_rows(self) -> int:
         """Rows of a tile: those of an instruction, or its columns if the result is transposed."""
         return padded(self.rows, ROW_TILE) if self.wide else ROWS
