@@ -286,9 +286,9 @@ def _with_registers(array: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def uniform(number: Any) -> Any:
-    """Return an int32 number, which all threads of a warp share, in a uniform register.
+    """Return an int32 number, the same in all threads of a warp, in a uniform register of a Mosaic GPU kernel.
 
-    Ptxas does not know otherwise that they share it, and keeps in registers of each thread what depends on it.
+    Without it ptxas may not see that the number is the same, and keeps what depends on it in registers of each thread.
     """
     from jax.experimental.mosaic import gpu
     from jax.experimental.pallas import mosaic_gpu
