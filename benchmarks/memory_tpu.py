@@ -3,8 +3,9 @@
 
 Each call is drawn by a seed from all combinations of chip, direction, mask, soft cap, ids, dtype, length, head
 dimension and grouped heads. It has the heuristic's parameters or others of the space, also those that do not fit in our
-estimate. Google's compiler compiles each of its kernels for arrays of at least 160 MiB, since XLA keeps short arrays in
-vector memory, and reports the bytes of vector memory that the kernel uses. Nothing runs on a TPU.
+estimate. Seed 0 lists common calls instead, with the heuristic's parameters. Google's compiler compiles each kernel for
+arrays of at least 160 MiB, since XLA keeps short arrays in vector memory, and reports the bytes of vector memory that
+it uses. Nothing runs on a TPU.
 
 The ratio is our upper estimate over the compiler's figure. A kernel that the compiler refuses has its reason.
 Parameters fit if the upper estimate does, and are refused if what the kernel surely takes does not. Otherwise the
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import random
 import statistics
@@ -27,6 +29,7 @@ from benchmarks.drawn_tpu import Draws
 from ejkernel import compat
 
 _DEVICES = {"v5e": "tpu:tpu_v5_lite", "v5p": "tpu:tpu_v5", "v6e": "tpu:tpu_v6_lite"}
+_DIRECTIONS = ("forward", "backward")
 _WINDOWS: dict[str, dict[str, int]] = {
     "two sides": {"left": 700, "right": 300},
     "window 4096": {"left": 4095, "right": 0},
@@ -34,21 +37,38 @@ _WINDOWS: dict[str, dict[str, int]] = {
 _MASKS = ("causal", "causal", "causal", "full", "full", "window 512", "window 1024", *_WINDOWS)
 _DIMS = (64, 72, 80, 96, 112, 128, 128, 128, 160, 192, 240, 256)
 _LENGTHS = (128, 300, 777, 1024, 1500, 2048, 2048, 3000, 4096, 4096, 4099, 8192, 16_384)
+# Common calls: whether they have segments, head dimension, mask, direction and chip.
+_COMMON = tuple(
+    itertools.product((False, True), (128, 64, 256), ("causal", "full", "window 1024"), _DIRECTIONS, _DEVICES)
+)
 _LEAST = 160 << 20  # bytes of an array; a chip has 128 MiB of vector memory at most
 
 
 def drawn(seed: int, index: int) -> dict[str, Any]:
     """Return a call and its parameters."""
+    from ejkernel.kernels.flash_attention.pallas_tpu import choices
+
+    if seed == 0:
+        return _common(index)
     dice = random.Random(f"{seed} {index}")
     case = drawn_call(dice)
     call, _ = described(case)
-    space = _candidates(call)
+    space = [choices.heuristic(call), *choices.every(call)]
     return case | {"params": dataclasses.asdict(space[0] if dice.random() < 0.35 else dice.choice(space))}
+
+
+def _common(index: int) -> dict[str, Any]:
+    from ejkernel.kernels.flash_attention.pallas_tpu import choices
+
+    segments, dim, mask, direction, chip = _COMMON[index]
+    case = {"chip": chip, "direction": direction, "mask": mask, "soft_cap": None, "segments": segments}
+    case |= {"dtype": "bfloat16", "length": 4096, "dims": [dim, dim], "repeats": 2}
+    return case | {"params": dataclasses.asdict(choices.heuristic(described(case)[0]))}
 
 
 def drawn_call(dice: random.Random) -> dict[str, Any]:
     """Return a call without parameters."""
-    case: dict[str, Any] = {"chip": dice.choice(tuple(_DEVICES)), "direction": dice.choice(("forward", "backward"))}
+    case: dict[str, Any] = {"chip": dice.choice(tuple(_DEVICES)), "direction": dice.choice(_DIRECTIONS)}
     case |= {"mask": dice.choice(_MASKS), "soft_cap": dice.choice((None, None, None, None, 30.0))}
     case |= {"segments": dice.random() < 0.2, "dtype": dice.choice(("bfloat16",) * 7 + ("float32",))}
     head_dim = dice.choice(_DIMS)
@@ -58,18 +78,6 @@ def drawn_call(dice: random.Random) -> dict[str, Any]:
         "dims": [head_dim, value_dim],
         "repeats": dice.choice((1, 1, 2, 4, 8)),
     }
-
-
-def _candidates(call: Any) -> list[Any]:
-    """Return the heuristic's parameters and those of the space, as if memory had no limit."""
-    from ejkernel.kernels.flash_attention.pallas_tpu import choices
-
-    heuristic, fault = choices.heuristic(call), choices.params_fault
-    choices.params_fault = lambda call, params: None
-    try:
-        return [heuristic, *choices.space(call)]
-    finally:
-        choices.params_fault = fault
 
 
 def described(case: dict[str, Any]) -> tuple[Any, Any]:

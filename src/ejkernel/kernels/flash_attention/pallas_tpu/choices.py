@@ -73,11 +73,15 @@ def heuristic(call: AttentionCall) -> Any:
 
 def space(call: AttentionCall) -> list[Any]:
     """Return the parameters to tune over: those that may fit in memory, and launch different kernels."""
+    return [params for params in every(call) if params_fault(call, params) is None] or [heuristic(call)]
+
+
+def every(call: AttentionCall) -> list[Any]:
+    """Return the parameters that launch different kernels, also those that exceed the memory."""
     found: dict[Any, Any] = {}
     for params in _candidates(call):
-        if params_fault(call, params) is None:
-            found.setdefault(_launched(call, params), params)
-    return list(found.values()) or [heuristic(call)]
+        found.setdefault(_launched(call, params), params)
+    return list(found.values())
 
 
 def _preferred(call: AttentionCall) -> Iterator[Any]:
