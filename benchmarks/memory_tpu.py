@@ -61,7 +61,7 @@ def _common(index: int) -> dict[str, Any]:
     from ejkernel.kernels.flash_attention.pallas_tpu import choices
 
     segments, dim, mask, direction, chip = _COMMON[index]
-    case = {"chip": chip, "direction": direction, "mask": mask, "soft_cap": None, "segments": segments}
+    case: dict[str, Any] = {"chip": chip, "direction": direction, "mask": mask, "soft_cap": None, "segments": segments}
     case |= {"dtype": "bfloat16", "length": 4096, "dims": [dim, dim], "repeats": 2}
     return case | {"params": dataclasses.asdict(choices.heuristic(described(case)[0]))}
 

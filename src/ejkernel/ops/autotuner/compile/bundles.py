@@ -12,7 +12,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ import jax
 import numpy as np
 
 from ejkernel.ops.autotuner.compile.processes import compile_processes
+from ejkernel.ops.autotuner.compile.programs import Programs
 from ejkernel.ops.autotuner.compile.targets import Target, compile_for
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, CompileThreads, Done
 from ejkernel.ops.autotuner.process.threads import in_callers_context
@@ -46,7 +46,7 @@ SCHEMA: Final = 4
 _MANIFEST = "manifest.json"
 _LARGEST = 16 << 20  # bytes of a manifest; a candidate takes hundreds
 _MOST_ARRAYS = 1 << 16  # that a program takes or returns
-_FILE = re.compile(r"\d+-\d+\.bin")
+_FILE = re.compile(r"[0-9a-f-]+\.bin")
 
 Candidates = Callable[[Invocation[Any, Any]], Collection[Any]]  # the candidates of a call
 Progress = Callable[[Invocation[Any, Any], int, int], None]  # see `compile_bundle`
@@ -146,12 +146,13 @@ def compile_bundle(
 ) -> list[BundledCall]:
     """Compile the candidates of calls for a target and write them to a folder. Measures nothing.
 
-    Calls without candidates are skipped with a `TuningWarning`.
+    Calls without candidates are skipped with a `TuningWarning`. If this is interrupted, in whatever way, the same call
+    goes on: it compiles no program again that is in the folder.
 
     Args:
         calls: The abstract calls, with their kernels.
         target: The device to compile for.
-        folder: The output folder; created if missing, and must be empty.
+        folder: The output folder; created if missing, and must be empty or that of an interrupted bundle.
         candidates: Returns the candidates of a call beside its heuristic; the kernel's `config_space` by default.
         max_candidates: Number of candidates of a `ConfigSpace` to compile, chosen at random.
         processes: Number of processes that compile, where they can compile for the target; 0: threads of this process,
@@ -160,59 +161,40 @@ def compile_bundle(
         progress: Called with the call, the number of finished candidates and the number of all candidates.
 
     Raises:
-        ConfigError: The folder is not empty or not writable, or this machine cannot compile for the target.
+        ConfigError: The folder has other files or is not writable, or this machine cannot compile for the target.
     """
     processes = processes if target.suits_processes else 0
     # Raise once here instead of for each candidate.
     target.check(loads_compiler=executor is None and not processes)
+    compilers = {"target": target.fingerprint, "jax": jax.__version__, "jaxlib": str(version("jaxlib"))}
+    compilers["libtpu"] = str(version("libtpu")) if target.platform == "tpu" else ""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        is_empty = not any(folder.iterdir())
+        with Programs.opened(folder, compilers) as programs, worker_session():
+            how = _How(target, processes, executor, programs)
+            aimed = aimed_calls(calls, target, candidates, max_candidates, "compile")
+            written = [_written(inv, configs, _compile_call(inv, configs, how, progress)) for inv, configs in aimed]
+            write_file(folder / _MANIFEST, sealed_json(_Manifest(schema=SCHEMA, calls=written, **compilers)))
+            programs.end({row.file for call in written for row in (*call.candidates, call.reference) if row})
     except OSError as error:
         raise ConfigError(f"the bundle's folder {folder} cannot be written: {error}") from error
-    if not is_empty:
-        raise ConfigError(f"the bundle's folder must be empty, but {folder} is not; remove it or name another.")
-    how = _How(target, processes, executor)
-    bundled, written = [], []
-    try:
-        with worker_session():
-            aimed = aimed_calls(calls, target, candidates, max_candidates, "compile")
-            for number, (inv, configs) in enumerate(aimed):
-                ended = _compile_call(inv, configs, how, progress)
-                written.append(_written(inv, configs, ended, folder, number))
-                bundled.append(_bundled(written[-1], folder))
-        manifest = _Manifest(
-            schema=SCHEMA,
-            target=target.fingerprint,
-            jax=jax.__version__,
-            jaxlib=str(version("jaxlib")),
-            calls=written,
-            libtpu=str(version("libtpu")) if target.platform == "tpu" else "",
-        )
-        write_file(folder / _MANIFEST, sealed_json(manifest))
-    except BaseException as error:
-        for file in folder.iterdir():  # remove the incomplete bundle, so that the next attempt finds an empty folder
-            if _FILE.fullmatch(file.name) or file.name == _MANIFEST:  # keep files of other programs
-                file.unlink()
-        if isinstance(error, OSError):
-            raise ConfigError(f"the bundle's folder {folder} cannot be written: {error}") from error
-        raise
-    return bundled
+    return [_bundled(call, folder) for call in written]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _How:
-    """The target, and the processes or executor that compile for it."""
+    """The target, the processes or executor that compile for it, and the files of the programs."""
 
     target: Target
     processes: int
     executor: concurrent.futures.Executor | None
+    programs: Programs
 
     def job(
         self, timeout: AdaptiveTimeout, inv: Invocation[Cfg, Out], choice: Choice, only_once: bool
     ) -> Callable[[], Program]:
         """Return a function that compiles a call."""
-        job = functools.partial(compile_for, inv, choice, self.target, only_once=only_once)
+        known = self.programs.known
+        job = functools.partial(compile_for, inv, choice, self.target, only_once=only_once, known=known)
         if self.executor is not None:
             return functools.partial(_submitted, self.executor, job)
         if self.processes:
@@ -237,7 +219,8 @@ def _compile_call(
     if overrides(inv.kernel, "reference"):
         choice = Choice(config=configs[0], platform=inv.platform, reference=True)
         jobs.append(how.job(timeout, inv, choice, True))
-    return carried_out(inv, jobs, width=how.processes or None, timeout=timeout, progress=progress)
+    kept = how.programs.kept
+    return carried_out(inv, jobs, width=how.processes or None, timeout=timeout, progress=progress, kept=kept)
 
 
 def carried_out(
@@ -247,13 +230,14 @@ def carried_out(
     width: int | None,
     timeout: AdaptiveTimeout,
     progress: Progress | None,
+    kept: Callable[[Done[Program]], Done[Program]] = lambda done: done,
 ) -> list[Done[Program]]:
-    """Return the result of each job of a call, from `width` threads."""
+    """Return the result of each job of a call, from `width` threads; `kept` gets each as soon as it is there."""
     ended: dict[int, Done[Program]] = {}
     # Kernels called inside these kernels must not be tuned.
     inside = [in_callers_context(job, deeper=True) for job in jobs]
     for done in CompileThreads(inside, width=width, timeout=timeout).results():
-        ended[done.index] = done
+        ended[done.index] = kept(done)
         if progress is not None:
             progress(inv, len(ended), len(jobs))
     return [ended[index] for index in range(len(jobs))]
@@ -290,28 +274,22 @@ def _candidates(inv: Invocation[Cfg, Out], candidates: Candidates | None, max_ca
     return list({config_id(config): config for config in (*heuristic_of(inv, kernel), *others)}.values())
 
 
-def _written(
-    inv: Invocation[Cfg, Out], configs: Sequence[object], ended: Sequence[Done[Program]], folder: Path, number: int
-) -> _Call:
-    """Write the programs of a call, each once, and return its part of the manifest."""
-    names = (f"{number:03d}-{index:04d}.bin" for index in itertools.count())
+def _written(inv: Invocation[Cfg, Out], configs: Sequence[object], ended: Sequence[Done[Program]]) -> _Call:
+    """Return a call's part of the manifest."""
     rows, first = [], dict[str, Any]()
-    for config, done, name in zip(configs, ended, names, strict=False):
-        program = done.result
+    for config, done in zip(configs, ended, strict=False):
+        digest = done.result.digest if done.result is not None else ""
         row = _row(config, done)
-        if program is not None and program.digest in first:
-            reason = f"the same program as {compact(first[program.digest])}"
-            rows.append(dataclasses.replace(row, status=Status.SAME, reason=reason))
-            continue
-        if program is not None and program.digest:
-            first[program.digest] = config
-        rows.append(_with_file(row, program, folder / name))
-    reference = None
-    if len(ended) > len(configs):  # the reference gets its own file even if it equals a candidate's program
-        done = ended[len(configs)]
-        row = _with_file(_row(None, done), done.result, folder / next(names))
-        reference = row if row.file is not None else None
-    return _Call(description=inv.description, candidates=rows, reference=reference)
+        if digest in first:
+            reason = f"the same program as {compact(first[digest])}"
+            row = dataclasses.replace(row, status=Status.SAME, reason=reason)
+        else:
+            row = _with_file(row, done.result)
+            first |= {digest: config} if digest else {}
+        rows.append(row)
+    reference = _with_file(_row(None, ended[-1]), ended[-1].result) if len(ended) > len(configs) else None
+    has_file = reference is not None and reference.file is not None
+    return _Call(description=inv.description, candidates=rows, reference=reference if has_file else None)
 
 
 def _row(config: object, done: Done[Program]) -> _Row:
@@ -338,14 +316,14 @@ def _why_not_compiled(error: BaseException | None) -> tuple[Status, str]:
     return Status.FAILED, str(error) if isinstance(error, CandidateError) else f"{type(error).__name__}: {error}"
 
 
-def _with_file(row: _Row, program: Program | None, file: Path) -> _Row:
-    """Write the code of a program, if it has any; return the row with the fields needed to load it."""
-    if program is None or not isinstance(program.code, bytes):
+def _with_file(row: _Row, program: Program | None) -> _Row:
+    """Return the row with the fields needed to load its program, if that has a file."""
+    if program is None or not isinstance(program.code, CodeFile):
         return row
     return dataclasses.replace(
         row,
-        file=file.name,
-        sha256=CodeFile.written(file, program.code).sha256,
+        file=program.code.path.name,
+        sha256=program.code.sha256,
         inputs=program.inputs,
         outputs=program.outputs,
         mosaic=program.mosaic,
