@@ -37,9 +37,12 @@ _WINDOWS: dict[str, dict[str, int]] = {
 _MASKS = ("causal", "causal", "causal", "full", "full", "window 512", "window 1024", *_WINDOWS)
 _DIMS = (64, 72, 80, 96, 112, 128, 128, 128, 160, 192, 240, 256)
 _LENGTHS = (128, 300, 777, 1024, 1500, 2048, 2048, 3000, 4096, 4096, 4099, 8192, 16_384)
-# Common calls: whether they have segments, head dimension, mask, direction and chip.
+# Common calls: lengths and repeats, whether they have segments, head dimension, mask, direction and chip.
 _COMMON = tuple(
-    itertools.product((False, True), (128, 64, 256), ("causal", "full", "window 1024"), _DIRECTIONS, _DEVICES)
+    itertools.chain.from_iterable(
+        itertools.product((sizes,), segments, (128, 64, 256), ("causal", "full", "window 1024"), _DIRECTIONS, _DEVICES)
+        for sizes, segments in (((4096, 2), (False, True)), ((8192, 2), (False,)), ((4096, 1), (False,)))
+    )
 )
 _LEAST = 160 << 20  # bytes of an array; a chip has 128 MiB of vector memory at most
 
@@ -49,7 +52,8 @@ def drawn(seed: int, index: int) -> dict[str, Any]:
     from ejkernel.kernels.flash_attention.pallas_tpu import choices
 
     if seed == 0:
-        return _common(index)
+        case = common_call(index)
+        return case | {"params": dataclasses.asdict(choices.heuristic(described(case)[0]))}
     dice = random.Random(f"{seed} {index}")
     case = drawn_call(dice)
     call, _ = described(case)
@@ -57,13 +61,11 @@ def drawn(seed: int, index: int) -> dict[str, Any]:
     return case | {"params": dataclasses.asdict(space[0] if dice.random() < 0.35 else dice.choice(space))}
 
 
-def _common(index: int) -> dict[str, Any]:
-    from ejkernel.kernels.flash_attention.pallas_tpu import choices
-
-    segments, dim, mask, direction, chip = _COMMON[index]
+def common_call(index: int) -> dict[str, Any]:
+    """Return a common call without parameters."""
+    (length, repeats), segments, dim, mask, direction, chip = _COMMON[index]
     case: dict[str, Any] = {"chip": chip, "direction": direction, "mask": mask, "soft_cap": None, "segments": segments}
-    case |= {"dtype": "bfloat16", "length": 4096, "dims": [dim, dim], "repeats": 2}
-    return case | {"params": dataclasses.asdict(choices.heuristic(described(case)[0]))}
+    return case | {"dtype": "bfloat16", "length": length, "dims": [dim, dim], "repeats": repeats}
 
 
 def drawn_call(dice: random.Random) -> dict[str, Any]:
@@ -118,59 +120,42 @@ def params_of(case: dict[str, Any]) -> Any:
     return BackwardParams(**sizes)
 
 
-class _Launches:
-    """Records the kernels that a call launches: the function, its arguments, and our estimates."""
+def _launches(case: dict[str, Any]) -> list[tuple[Any, Any, Any, tuple[Any, dict[str, Any]]]]:
+    """Trace a call; return each kernel that it launches: the function, its arrays, its ids, and its other arguments."""
+    import jax
 
-    def __init__(self) -> None:
-        self.found: list[tuple[Any, Any, Any, tuple[Any, dict[str, Any]]]] = []
-        self.estimates: list[Any] = []
+    from ejkernel.kernels.flash_attention.pallas_tpu import backward, forward, launch
 
-    def of(self, case: dict[str, Any]) -> _Launches:
-        """Trace a call."""
-        import jax
+    found: list[Any] = []
 
-        from ejkernel.kernels.flash_attention.pallas_tpu import backward, forward, launch
-
-        call, operands = described(case)
-        rules, params = call.rules, params_of(case)  # a window that hides no key is none
-        places = (
-            (forward, "forward", self._recording),
-            (backward, "backward_of_keys", self._recording),
-            (backward, "backward_of_queries", self._recording),
-            (launch, "limit_to_pass", self._noting),
-        )
-        own = [(module, name, getattr(module, name)) for module, name, _ in places]
-        for module, name, observed in places:
-            setattr(module, name, observed(getattr(module, name)))
-        try:
-            if case["direction"] == "forward":
-                jax.eval_shape(lambda operands: launch.forward(operands, rules, params), operands)
-            else:
-                batch, length, heads, _ = operands.query.shape
-                out = jax.ShapeDtypeStruct((batch, length, heads, case["dims"][1]), case["dtype"])
-                lse = jax.ShapeDtypeStruct((batch, heads, length), "float32")
-                jax.eval_shape(
-                    lambda operands, residuals, dout: launch.backward(operands, residuals, dout, rules, params),
-                    *(operands, (out, lse), out),
-                )
-        finally:
-            for module, name, function in own:
-                setattr(module, name, function)
-        return self
-
-    def _noting(self, limit: Any) -> Any:
-        def run(need: Any) -> Any:
-            self.estimates.append(need)
-            return limit(need)
-
-        return run
-
-    def _recording(self, function: Any) -> Any:
+    def recording(function: Any) -> Any:
         def run(arrays: Any, ids: Any, *args: Any, **options: Any) -> Any:
-            self.found.append((function, *_shapes((arrays, ids)), (args, options)))
+            found.append((function, *_shapes((arrays, ids)), (args, options)))
             return function(arrays, ids, *args, **options)
 
         return run
+
+    call, operands = described(case)
+    rules, params = call.rules, params_of(case)  # a window that hides no key is none
+    places = ((forward, "forward"), (backward, "backward_of_keys"), (backward, "backward_of_queries"))
+    own = [(module, name, getattr(module, name)) for module, name in places]
+    for module, name, function in own:
+        setattr(module, name, recording(function))
+    try:
+        if case["direction"] == "forward":
+            jax.eval_shape(lambda operands: launch.forward(operands, rules, params), operands)
+        else:
+            batch, length, heads, _ = operands.query.shape
+            out = jax.ShapeDtypeStruct((batch, length, heads, case["dims"][1]), case["dtype"])
+            lse = jax.ShapeDtypeStruct((batch, heads, length), "float32")
+            jax.eval_shape(
+                lambda operands, residuals, dout: launch.backward(operands, residuals, dout, rules, params),
+                *(operands, (out, lse), out),
+            )
+    finally:
+        for module, name, function in own:
+            setattr(module, name, function)
+    return found
 
 
 def _shapes(tree: Any) -> Any:
@@ -193,7 +178,7 @@ def used(case: dict[str, Any]) -> list[int]:
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
     call, _ = described(case)
     found = []
-    for function, arrays, ids, (args, options) in _Launches().of(case).found:
+    for function, arrays, ids, (args, options) in _launches(case):
         options["memory"] = memory_of(call)  # so that low estimates are measured, too
         given = [
             None if pair is None else tuple(jax.ShapeDtypeStruct(*one, sharding=sharding) for one in pair)
@@ -213,9 +198,10 @@ def _run(function: Any, args: Any, options: dict[str, Any], arrays: Any, ids: An
 
 def estimated(case: dict[str, Any]) -> dict[str, Any]:
     """Return our estimates for the kernels of a case, and who decides whether they fit: `fits`, `no` or `compiler`."""
-    from ejkernel.kernels.flash_attention.pallas_tpu import choices
+    from ejkernel.kernels.flash_attention.pallas_tpu import choices, memory
 
-    needs, call, params = _Launches().of(case).estimates, described(case)[0], params_of(case)
+    call, params = described(case)[0], params_of(case)
+    needs = [memory.need_of(parts) for parts in choices.parts_of(call, params)]
     refused = choices.params_fault(call, params) is not None
     fits = "no" if refused else "fits" if choices.doubt(call, params) is None else "compiler"
     return {"estimated": [need.most for need in needs], "least": [need.least for need in needs], "fits": fits}
