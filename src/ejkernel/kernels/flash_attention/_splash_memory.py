@@ -68,10 +68,9 @@ def _form(call: AttentionCall, name: str, block: compat.SplashBlocks) -> str:
     words = [call.device_fingerprint, f"splash {name}", f"{call.query[3]}/{call.value[3]}", str(call.dtype)]
     words += [f"blocks {'/'.join(map(str, block))}", f"sees {rules.left}/{rules.right}"]
     words += ["" if call.query[1] == call.key[1] else "offset", "" if rules.soft_cap is None else "capped"]
-    words += [
-        "grouped" if call.query[2] > call.key[2] and name in ("keys", "fused") else "",
-        "ids" if _has_ids(call, block) else "",
-    ]
+    words += ["grouped" if call.query[2] > call.key[2] and name in ("keys", "fused") else ""]
+    is_padded = call.query[1] % block.queries or call.key[1] % block.keys
+    words += ["ids" if _has_ids(call, block) else "", "padded" if is_padded else ""]
     return ", ".join(filter(None, [*words, f"steps {min(steps[0], 2)}/{min(steps[1], 2)}"]))
 
 
