@@ -48,6 +48,7 @@ SHAPES = {
     "decode, 16 rows": Shape(16, 28672, 8192),
     "decode, short": Shape(64, 14336, 4096),
     "decode, narrow": Shape(64, 4096, 14336),
+    "decode, long": Shape(64, 8192, 28672),
     "ragged": Shape(4999, 7176, 1920),
     "A": Shape(4096, 7168, 16384),
     "D": Shape(4096, 4096, 7168),
@@ -131,6 +132,7 @@ OF_SHAPE = {
     "decode": DECODE,
     "decode, 16 rows": DECODE,
     "decode, narrow": DECODE,
+    "decode, long": DECODE,
     "ragged": (*FEW[:3], BLOCKS[0], "ejkernel xla"),
 }
 

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -14,6 +16,7 @@ import types
 import hypothesis
 import jax
 import pytest
+from jax._src import traceback_util
 from tests import forked, quick
 
 # Before any test touches a device: meshes and `pmap` need several, and a CUDA plugin compiles without a GPU.
@@ -21,6 +24,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 os.environ.pop("COLUMNS", None)  # pytest's workers have it, and output to a pipe has no width without it
 quick.start()
+# JAX asks the file system about each frame of an error's traceback, for each prefix of paths that it hides.
+traceback_util._path_starts_with = functools.cache(traceback_util._path_starts_with)
 # A shell ignores the first in background jobs, `nohup` the second, and processes inherit that.
 for _number, _default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:
@@ -34,6 +39,7 @@ hypothesis.settings.register_profile("whole", deadline=None)
 pytest_plugins = ["tests.cpu_seconds", "tests.selection"]
 
 _FOLDERS = itertools.count()
+_ALL_SLOW = re.compile(r"^pytestmark = .*\bmark\.slow\b", re.MULTILINE)
 
 
 # Tests of files, processes, types and the command depend little on the version of JAX: CI runs them with one version.
@@ -62,6 +68,13 @@ def pytest_configure(config):
     hypothesis.settings.load_profile("whole" if config.getoption("--whole") else "sample")
     if config.getoption("--require") == "gpu":
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Pass over a file of nothing but slow tests if those are not wanted: its import takes time."""
+    if config.getoption("markexpr") == "not slow" and collection_path.suffix == ".py":
+        return True if _ALL_SLOW.search(collection_path.read_text(encoding="utf-8")) else None
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -332,7 +332,7 @@ def test_a_chain_combines_selection_strategies(page):
         )
         """
     ).selector
-    tiers = ["override", "overlay", "memory", "persistent", "shipped", "autotune", "sister", "forward", "heuristic"]
+    tiers = ["override", "overlay", "memory", "persistent", "shipped", "autotune", "sister", "heuristic"]
     inv = Invocation(kernel=MATMUL, args=(A, B))
     assert (tiers, True) == ([c.tier for c in selector.consult(inv, MATMUL)], selector.policy.autotune)
 

@@ -9,6 +9,8 @@ import importlib
 import json
 import os
 import re
+import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +35,9 @@ def doubled(x, *, rows=1):
     return x * 2 if rows else x
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A folder with two entries, a search and a note, one entry older than the rest, and a stranger's file."""
-    where = tmp_path / "cache"
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    where = tmp_path_factory.mktemp("original") / "cache"
     store = PersistentCache(where)
     inv = Invocation(kernel=doubled, args=(jnp.ones(4),))
     ConfigSelectorChain(persistent=store).search(inv, doubled)
@@ -46,6 +47,12 @@ def folder(tmp_path):
     stranger.parent.mkdir(parents=True)
     stranger.write_text("{}")
     return where
+
+
+@pytest.fixture
+def folder(tmp_path, original):
+    """A folder with two entries, a search and a note, one entry older than the rest, and a stranger's file."""
+    return Path(shutil.copytree(original, tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -230,6 +230,7 @@ def test_other_implementations_are_listed_for_the_target(folder, capsys):
         assert re.search(says, out.replace("\n" + " " * 12, " "), re.M)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "says"),
     [

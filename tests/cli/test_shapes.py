@@ -9,12 +9,13 @@ import pytest
 from tests.ops.autotuner.made_up_times import interleaved_with
 
 import ejkernel.modules  # noqa: F401 - makes the kernels that lines name
-from ejkernel.cli import elsewhere, main
+from ejkernel.cli import main
 from ejkernel.cli.shapes import calls_of_shapes
 from ejkernel.ops import Kernel
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.config.estimates import EstimatedRow, EstimateFiles, Estimates
 from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.execution import targeted
 
 NORM = '{"kernel": "rms_norm", "args": ["f32[%s,64]", "f32[64]"]%s}'
 
@@ -191,7 +192,7 @@ def test_the_calls_of_a_file_are_estimated_for_a_target(folder, capsys, monkeypa
         row = EstimatedRow(config={"rows": 2}, config_type="json", us=1.0, cycles=1750.0, is_heuristic=True)
         return [Estimates.of(inv, "made up", [row]) for inv in calls]
 
-    monkeypatch.setattr(elsewhere, "estimate_calls", estimate)
+    monkeypatch.setattr(targeted, "estimate_calls", estimate)
     assert main(["tune", "--estimate", "--target", "tpu_v6e", *NAMED, "--cache", "saved"]) == 0
     assert asked == [(16,), (48,)]
     assert "`ejkernel tune --shapes shapes.jsonl` on the device" in " ".join(capsys.readouterr().err.split())

@@ -235,6 +235,7 @@ def repeats():
     return {entry.call["args"][0]["array"][1][0]: entry.config["repeats"] for entry in entries}
 
 
+@pytest.mark.slow
 def test_a_winner_that_slows_the_step_is_not_kept_and_the_commands_say_why(program, capsys, slower):
     status, out, err = tune(capsys, "step")
     why = "8.00x by itself, but the step with it takes 1300.0 ms instead of 1000.0 ms"
@@ -257,6 +258,7 @@ def test_a_step_without_new_configurations_is_unchanged(program, capsys, monkeyp
     assert "unchanged" not in tune(capsys, "step")[1]
 
 
+@pytest.mark.slow
 def test_the_mapped_memory_and_the_share_of_the_step_are_printed_and_saved(program, capsys, slower, monkeypatch):
     slower.clear()
     monkeypatch.setattr(step, "of_mapping", lambda builds: "each step maps 36 MiB anew")

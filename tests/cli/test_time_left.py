@@ -94,8 +94,8 @@ def test_the_first_call_does_not_stand_for_all():
     clock.now = 4.0
     left.sample(RoundsFinished(KEYS[0], 2, 0, 10, False))
     clock.now = 8.0
-    left.sample(RoundsFinished(KEYS[0], 2, 5, 10, False))  # 4 s more, and 8 s to confirm
-    assert (left.knows_calls, left.total(), left.seconds_of_rounds(KEYS[0])) == (False, "", 12.0)
+    left.sample(RoundsFinished(KEYS[0], 2, 5, 10, False))
+    assert (left.knows_calls, left.total(), left.seconds_of_rounds(KEYS[0])) == (False, "", 4.0)
 
 
 def test_a_search_that_its_budget_ended_is_over():
@@ -162,27 +162,16 @@ def test_without_measurements_a_call_takes_as_long_as_its_candidates():
     assert left.total() == ", about 200 s left"
 
 
-def test_candidates_dropped_early_shorten_the_rest_and_the_confirmation_run():
+def test_candidates_dropped_early_shorten_the_rest():
     clock, left = searches()
     left.step(KEYS[0], 1.0)
     left.sample(RoundsFinished(KEYS[0], 8, 0, 10, False))
     assert left.of_rounds(KEYS[0]) == ""
     clock.now = 16.0
     left.sample(RoundsFinished(KEYS[0], 8, 4, 10, False))  # half a second for each sample
-    assert left.of_rounds(KEYS[0]) == ", about 24 s left, then confirming for 10 to 30 s"
+    assert left.of_rounds(KEYS[0]) == ", about 24 s left, then confirming"
     left.sample(RoundsFinished(KEYS[0], 2, 4, 10, False))
-    assert left.of_rounds(KEYS[0]) == ", about 6 s left, then confirming for 10 to 30 s"
-
-
-def test_the_confirmation_run_takes_as_long_as_those_before():
-    clock, left = searches(2)
-    for key, busy in ((KEYS[0], 3.0), (KEYS[1], 1.0)):
-        left.step(key, 1.0)
-        rounds(clock, left, key, 2.0, candidates=4)
-        if key is KEYS[1]:
-            assert left.of_rounds(key) == ", about 0 s left, then confirming for about 30 s"
-        rounds(clock, left, key, busy, candidates=2, confirms=True)
-        left.finish(key)
+    assert left.of_rounds(KEYS[0]) == ", about 6 s left, then confirming"
 
 
 def test_a_confirmation_run_that_began_slowly_is_extrapolated():

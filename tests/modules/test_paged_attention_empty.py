@@ -114,6 +114,7 @@ def test_the_call_of_other_libraries_gives_zeros(size, pair, updates):
         jax.tree.map(np.testing.assert_array_equal, found, cache)
 
 
+@pytest.mark.slow
 def test_a_flat_table_may_have_pages_of_no_sequence():
     none, cache = jnp.zeros(0, int), jnp.ones((4, 4, 4, 16))
     q = jnp.ones((3, 4, 16))

@@ -198,6 +198,7 @@ def test_the_gradient_of_matrices_takes_columns_in_groups():
 # --- rejected arguments ---
 
 
+@pytest.mark.slow
 def test_rejected_arguments_of_a_trained_layer_are_named():
     for change, message in (
         ({"gradient_dtype": "bfloat16"}, "gradient_dtype must be one of"),

@@ -206,6 +206,7 @@ HOOKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "error", "text"),
     [

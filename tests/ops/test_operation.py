@@ -624,6 +624,7 @@ def test_an_implementation_with_an_empty_space_is_left_out():
     assert [config.implementation for config in space] == ["plain"] * 3
 
 
+@pytest.mark.slow
 def test_one_search_goes_over_all_implementations():
     kernel, x = WithLarge(), jnp.arange(256.0)
     inv = dataclasses.replace(call(x), kernel=kernel)

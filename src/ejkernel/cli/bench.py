@@ -83,7 +83,7 @@ class _Result:
 
     @property
     def measured(self) -> int:
-        """The number of calls whose configuration was measured."""
+        """The number of calls with a measured configuration."""
         return sum(map(is_measured, self.tuned))
 
     @property

@@ -50,7 +50,7 @@ class Build:
         calls: The calls of operations.
         times: How often a step makes each call, by key, where known.
         samples: Seconds of each step, warm-up included.
-        mapping: Bytes of memory that each step mapped anew, and the process's seconds in the system meanwhile.
+        mapping: Bytes of memory that each step mapped anew, and the process's seconds in the system during it.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Build:
 
     @property
     def mapped(self) -> tuple[int, float]:
-        """The bytes that a step maps anew and the seconds that the system takes meanwhile, as medians."""
+        """The bytes that a step maps anew and the seconds that the system takes for it, as medians."""
         mapped, seconds = zip(*self.mapping[WARM_UP:] or [(0, 0.0)], strict=True)
         return int(statistics.median(mapped)), statistics.median(seconds)
 

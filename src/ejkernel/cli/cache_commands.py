@@ -124,7 +124,7 @@ def prune(url: str, cache: Path | None, dry_run: bool, as_json: bool, **wanted: 
     during the command stays.
 
     With URL, the command removes entries of that shared cache instead of the folder, and also every entry that is worse
-    than another one. Readable entries of a damaged object stay. Other users may push at the same time.
+    than another. Readable entries of a damaged object stay. Other users may push at the same time.
     """
     if not url and not any(wanted.values()):
         raise click.UsageError(

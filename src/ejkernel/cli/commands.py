@@ -181,7 +181,7 @@ def tune(**options: Any) -> int:
 
     With --estimate, Google's compiler simulates the candidates for a TPU, which need not exist on this machine. The
     estimates are stored beside the configurations. A later search on such a TPU measures the fastest first, and none
-    whose estimate is 1.3 times the best or more. Estimates are never saved as measured.
+    with an estimate of 1.3 times the best or more. Estimates are never saved as measured.
 
     The exit status is 1 if no configuration was saved, e.g. because --budget ended every search early; the next run
     continues these searches.
@@ -423,7 +423,7 @@ def report_(imports: tuple[str, ...], **options: Any) -> int:
     --format svg and png write its figures to a folder, for papers.
 
     --against compares two sets of searches: the calls of another cache are "before", those of --cache are "after". With
-    --against previous, the newest search of each call is compared with the one before it. With --against-device, the
+    --against previous, the newest search of each call is compared with the search before it. With --against-device, the
     same cache is compared on two devices.
 
     Throughput is shown for kernels that define a cost; name the modules of your own kernels with --import.

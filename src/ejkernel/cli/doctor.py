@@ -60,10 +60,9 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "ejkernel-ops", importlib.metadata.version("ejkernel-ops")
     yield "Python", platform.python_version()
     yield "system", platform.platform()
-    for distribution in sorted(importlib.metadata.distributions(), key=lambda each: each.name or ""):
-        name = distribution.name or ""
+    for name in sorted({distribution.name or "" for distribution in importlib.metadata.distributions()}):
         if name in _RELEVANT or name.startswith(("jaxlib", "jax-", "nvidia-cudnn", "nvidia-cuda-runtime")):
-            yield name, distribution.version
+            yield name, importlib.metadata.version(name)
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -90,7 +89,7 @@ def _settings(environment: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def _caches() -> list[dict[str, Any]]:
-    """Return the folders and URLs of configurations, the one for writing first."""
+    """Return the folders and URLs of configurations, the folder for writing first."""
     try:
         current = settings.current()
         folder, layers = current.cache_dir, current.cache_layers

@@ -44,7 +44,6 @@ _USUAL = frozenset(
         "no estimates",
         "none for this call",
         "the policy does not allow it (autotune=False)",
-        "the call is a forward call",
         "the kernel has a heuristic for the backward call",
         "its forward call has no measured configuration either",
     }
@@ -127,9 +126,8 @@ def _as_text(why: Explanation, *, verbose: bool, target: str = "") -> str:
     key = f"key {why.key.call} on {why.key.device}" if why.key is not None else f"no key: {why.key_note}"
     refusals = [_refusal(name, reason) for name, reason in why.refused.items()]
     search = [f"search: {why.search_text}", f"candidates: {why.candidates}"] if why.search_text else []
-    title = f"{why.op_id_v}  {why.arguments}"
     lines = [
-        title,
+        f"{why.op_id_v}  {why.arguments}",
         key,
         *_tiers(why, verbose=verbose),
         *search,

@@ -68,7 +68,7 @@ class TuneOutcome:
 
     @property
     def failed(self) -> int:
-        """The number of searches that failed, or whose results are lost when the command ends."""
+        """The number of searches that failed, or lose their results when the command ends."""
         kinds = self._kinds()
         return len(kinds.get("failed", ())) + len(kinds.get("not saved", ()))
 
@@ -102,7 +102,7 @@ class TuneOutcome:
         if alone:
             yield f"Nothing to compare with the heuristic, because the space has nothing else: {'; '.join(alone)}"
         if self._lacks_references:
-            # The warnings name the calls: a search whose worker was ended does not know.
+            # The warnings name the calls: a search does not know if its worker was ended.
             again = f" --force {self._more(self.searches)} (seconds for each call) gives it more time."
             yield (
                 "Some candidates were compared with the heuristic's results, because the reference took too long to "
@@ -156,7 +156,7 @@ def doubled(*seconds: float | None) -> int:
 
 
 def integers_in_words(inv: Invocation[Any, Any]) -> str:
-    """Return a sentence about integer arrays whose values were guessed for the measurement; empty without any."""
+    """Return a sentence about integer arrays with values that were guessed for the measurement; empty without any."""
     found = guessed_integers(inv)
     return found and (
         f"the values of {found} were random zeros and ones. If they affect the time, give the kernel example_inputs."

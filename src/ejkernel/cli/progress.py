@@ -69,16 +69,14 @@ class SearchBar:
         if isinstance(event, RoundsFinished):
             self._rounds[event.key] = event
             self._time.sample(event)
-            if self._current is not None and self._current[0].key == event.key:
-                self._show(*self._current)
+            self._show_again(event.key)
             self._tell_once(event.key)
         if not isinstance(event, CandidateFinished) or event.outcome.seconds is None:
             return
         best = self._best.get(event.key)
         if best is None or _is_faster(event.outcome, best):
             self._best[event.key] = event.outcome
-            if self._current is not None and self._current[0].key == event.key:
-                self._show(*self._current)
+            self._show_again(event.key)
 
     def step(self, inv: Invocation[Any, Any], done: int, total: int) -> None:
         """Show that a call has `done` finished candidates of `total`."""
@@ -102,6 +100,11 @@ class SearchBar:
         self._has_told = True
         left = self._time.of_rounds(key, " for its candidates").removeprefix(", ")
         self._console.print(f"  {key.op.partition('@')[0]}: {left}", highlight=False, soft_wrap=True)
+
+    def _show_again(self, key: ConfigKey) -> None:
+        """Show the current call again if it is the one of this key."""
+        if self._current is not None and self._current[0].key == key:
+            self._show(*self._current)
 
     def _show(self, inv: Invocation[Any, Any], done: int, total: int) -> None:
         fastest = self._best.get(inv.key)

@@ -40,7 +40,7 @@ class Throughput:
         tflops: 10¹² floating-point operations per second.
         gbytes: 10⁹ bytes per second.
         intensity: Floating-point operations per byte.
-        of_peak: Fraction of what the device can do at this intensity; `None` if its peak is not known.
+        of_peak: Fraction of the device's limit at this intensity; `None` if its peak is not known.
         limit: The limit of the call on this device: `compute` or `memory`; empty if the peak is not known.
     """
 
@@ -76,7 +76,7 @@ class CallReport(SearchView):
         notes: Why the heuristic stays, and further remarks on the search.
         throughput: The throughput with the heuristic and tuned, if the kernel defines a cost.
         peak: The peak of the device, if it is known and the kernel defines a cost.
-        program: The program for which the call was tuned, as typed; empty if unknown.
+        program: The program that the call was tuned for, as typed; empty if unknown.
         times: How often a run of the program makes the call; `None` if unknown.
         share: The time of all these calls as a fraction of the program's step; `None` if unknown.
         step: The comparison of the program's step after the last search; `None` without one.
@@ -128,7 +128,7 @@ def calls_of(store: PersistentCache, peaks: Peaks | None = None, *, newest: int 
     Args:
         store: The cache.
         peaks: The peaks of devices; by default those that are known without measuring.
-        newest: Show this search of each call instead of the one behind its entry: 0 the newest, 1 the one before.
+        newest: Show this search of each call instead of the search behind its entry: 0 the newest, 1 the next older.
             Calls without such a search are left out.
     """
     histories, peaks = MeasurementStore(store).by_call(), peaks or Peaks()

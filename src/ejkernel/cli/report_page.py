@@ -36,7 +36,7 @@ class ReportOptions:
     Attributes:
         cache: The folder to read; `None` for the default one.
         against: The folder to compare with, `previous`, or empty.
-        device, against_device: Only calls of devices whose name contains this text.
+        device, against_device: Only calls of devices with this text in their names.
         form: `html`, `svg` or `png`.
         output: The file or folder to write; `None` for the default one.
         imports: Modules that define kernels.

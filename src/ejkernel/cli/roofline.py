@@ -87,7 +87,7 @@ class Roofline:
 
 
 def rooflines_of(calls: Sequence[CallReport]) -> list[Roofline]:
-    """Return a roofline for each device and dtype with a known peak and a call whose cost is known."""
+    """Return a roofline for each device and dtype with a known peak and a call of known cost."""
     groups: dict[tuple[str, str], list[tuple[int, CallReport]]] = {}
     for number, call in enumerate(calls, 1):
         if call.peak is not None:

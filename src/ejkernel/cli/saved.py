@@ -96,7 +96,7 @@ class SavedCalls:
         searches: Sequence[AutotuneData] = (),
         budget: float | None = None,
     ) -> Iterator[str]:
-        """Yield a line for each call whose entry is older than a change of its kernel, and one for undecided calls.
+        """Yield a line for each call with an entry older than a change of its kernel, and a line for undecided calls.
 
         Args:
             calls: The calls.

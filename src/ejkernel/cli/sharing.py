@@ -98,7 +98,7 @@ def run_merge(sources: Sequence[str], cache: Path | None, *, dry_run: bool, as_j
 def run_prune_shared(url: str, cache: Path | None, wanted: Wanted, *, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache prune URL`: repair a shared cache, then remove `wanted` entries and merge its packs.
 
-    With `dry_run`, nothing is changed; the counts of what would be removed are printed.
+    With `dry_run`, only the counts are printed.
     """
     store = opened(cache, alone=True)
     target, now = _shared(url, _folder(cache), bounded=False), store.clock()

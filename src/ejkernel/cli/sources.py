@@ -108,7 +108,7 @@ def find(source: Source) -> Found:
 
 
 def find_on(source: Source, aim: Target) -> Found:
-    """Return the calls of a source on a target, for which its program is traced."""
+    """Return the calls of a source on a target, and trace its program for it."""
     if aim.name == "here":
         return find(source)
     # A program may depend on the device that it is traced for.

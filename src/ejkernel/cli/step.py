@@ -175,7 +175,7 @@ class _Search:
     Attributes:
         before: The step without winners.
         configs: The configurations kept so far.
-        together: What the step with all winners does.
+        together: The result of the step with all winners.
         best: The step with the winners kept so far.
         answer: Its comparison.
         dropped: Why the other winners were dropped.

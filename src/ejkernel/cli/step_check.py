@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The last part of `ejkernel tune`: it compares the program's step without and with the new configurations.
 
-Those that slow the step are replaced by what was in force before. The searches have saved all of them already: Ctrl-C
+Those that slow the step are replaced by the earlier ones. The searches have saved all of them already: Ctrl-C
 loses nothing, and the next run compares the step if this one did not.
 """
 
@@ -177,7 +177,7 @@ class StepCheck:
             return Answer(skipped=next(iter(text.splitlines()), type(error).__name__))
 
     def _winners(self) -> Iterable[Winner]:
-        """Yield the calls with a configuration that won a search and whose step was not compared."""
+        """Yield the calls with a configuration that won a search but no comparison of the step."""
         for inv in self.found.calls:
             config, entry = self.saved.in_force(inv) or (None, None)
             if entry is None or not self.saved.is_own(entry) or not _won(entry):
@@ -206,7 +206,7 @@ class StepCheck:
         return next(iter(heuristic_of(inv.representative, kernel)), None)
 
     def _settle(self, inv: Invocation[Any, Any], winner: Winner, note: StepNote) -> None:
-        """Store the result in the entry of a call, unless another process has replaced the entry meanwhile."""
+        """Store the result in the entry of a call, unless another process has replaced the entry since."""
         _, entry = self.saved.in_force(inv) or (None, None)
         if entry is None or entry.config != to_data(winner.after):
             return
@@ -226,7 +226,7 @@ class StepCheck:
 
 
 def _asked_elsewhere(question: Question) -> Answer:
-    """Return the answer of a new process, whose memory is as that of a program at its start."""
+    """Return the answer of a new process, with memory as at the start of a program."""
     from ejkernel.ops.autotuner.process.supervisor import WorkerStatus
     from ejkernel.ops.autotuner.process.worker import Worker, close_first
 
@@ -254,7 +254,7 @@ def _saved_seconds(entry: StoredEntry) -> float:
 
 
 def step_lines(checked: Checked | None) -> list[str]:
-    """Return what the command says of the step at the end; `None` if no call has a new configuration."""
+    """Return the command's last words about the step; `None` if no call has a new configuration."""
     return ["step: unchanged, because no call has a new configuration"] if checked is None else checked.lines()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -15,10 +14,7 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.formatting import rounded
 
 ENOUGH: Final = 0.25  # of the candidates of a call, before their time is extrapolated
-_PAIR: Final = 2  # candidates of a confirmation run
-_DROPPING: Final = 4  # rounds in which many candidates are dropped, so that their time says little
-_CLOSE: Final = 2.25  # ends of a range whose ratio is at most this have their geometric mean within 1.5 times of both
-_EXTENSION: Final = 8, 20.0  # an unclear confirmation run goes on for eight times its rounds, or 20 s
+_DROPPING: Final = 4  # rounds that drop many candidates, so that their time says little
 
 
 @dataclasses.dataclass(slots=True)
@@ -28,27 +24,21 @@ class _Rounds:
     Attributes:
         event: The last event.
         began: When it began, in seconds.
+        now: When the last event came, in seconds.
         samples: Number of samples so far.
-        expected: Seconds of this confirmation run as expected before it began.
     """
 
     event: RoundsFinished
     began: float
     now: float
     samples: int = 0
-    expected: float | None = None
-
-    def sample_seconds(self) -> float | None:
-        """Return the seconds of a sample with all that it needs; `None` before the first round has ended."""
-        return (self.now - self.began) / self.samples if self.samples else None
 
     def left(self) -> float | None:
         """Return the seconds left, at most: further candidates may be dropped. `None` if the rounds say too little."""
-        per_sample = self.sample_seconds()
         event = self.event
-        if per_sample is None or (event.done < min(_DROPPING, event.planned) and not event.is_confirmation):
+        if not self.samples or (event.done < min(_DROPPING, event.planned) and not event.is_confirmation):
             return None
-        return per_sample * (event.planned - event.done) * event.candidates
+        return (self.now - self.began) / self.samples * (event.planned - event.done) * event.candidates
 
 
 @dataclasses.dataclass(slots=True)
@@ -89,7 +79,6 @@ class TimeLeft:
         self._clock, self._budget, self._measures = clock, budget, measures
         self._searches: dict[ConfigKey, _Search] = {}
         self._together = 1  # searches that ran at the same time
-        self._stretched: list[float] = []  # seconds of confirmation runs as multiples of those expected
 
     def step(self, key: ConfigKey, share: float, candidates: int = 1) -> None:
         """Note that a search has compiled this share of its candidates."""
@@ -109,22 +98,16 @@ class TimeLeft:
         before = search.rounds
         is_same = before is not None and before.event.is_confirmation == event.is_confirmation
         if before is None or not is_same or event.done < before.event.done:
-            is_first_confirmation = event.is_confirmation and before is not None and not is_same
-            expected = self._confirmation(before) if is_first_confirmation else None
-            search.rounds = _Rounds(event, now, now, event.done * event.candidates, expected)
+            search.rounds = _Rounds(event, now, now, event.done * event.candidates)
             return
         before.samples += (event.done - before.event.done) * event.candidates
         before.event, before.now = event, now
 
     def finish(self, key: ConfigKey) -> None:
         """Note the end of a search."""
-        search, now = self._searches.get(key), self._clock()
-        if search is None or search.ended is not None:
-            return
-        search.ended, search.done = now, 1.0
-        rounds = search.rounds
-        if rounds is not None and rounds.event.is_confirmation and rounds.expected:
-            self._stretched.append((now - rounds.began) / rounds.expected)
+        search = self._searches.get(key)
+        if search is not None and search.ended is None:
+            search.ended, search.done = self._clock(), 1.0
 
     def of_rounds(self, key: ConfigKey, of: str = "") -> str:
         """Return the time left of a search's current measurement, in words; empty before its first round has ended.
@@ -137,16 +120,12 @@ class TimeLeft:
         left = None if rounds is None else rounds.left()
         if rounds is None or left is None:
             return ""
-        if rounds.event.is_confirmation:
-            return f", about {self._confirming(rounds, left):.0f} s left{of}"
-        then = self._confirmation(rounds)
-        confirming = "" if then is None else f" for {_words(then, then if self._stretched else _longest(then))}"
-        return f", about {left:.0f} s left{of}, then confirming{confirming}"
+        return f", about {left:.0f} s left{of}{'' if rounds.event.is_confirmation else ', then confirming'}"
 
     def seconds_of_rounds(self, key: ConfigKey) -> float:
         """Return the least seconds left of a search's measurements; 0 if its rounds say too little."""
-        search = self._searches.get(key)
-        return 0.0 if search is None else self._by_rounds(search) or 0.0
+        rounds = self._searches[key].rounds if key in self._searches else None
+        return 0.0 if rounds is None else rounds.left() or 0.0
 
     @property
     def knows_calls(self) -> bool:
@@ -202,7 +181,7 @@ class TimeLeft:
         """Return the seconds left of a running search; `None` if neither its progress nor earlier searches tell."""
         if not self._measures:
             return self._left_to_compile(search)
-        usual, own = self._usual(search.operation), self._by_rounds(search)
+        usual, own = self._usual(search.operation), None if search.rounds is None else search.rounds.left()
         is_confirming = search.rounds is not None and search.rounds.event.is_confirmation
         rest = None if usual is None else max(usual - (self._clock() - search.began), 0.0)
         if own is None or rest is None or is_confirming:
@@ -220,29 +199,6 @@ class TimeLeft:
         seconds = sum((one.ended or 0.0) - one.began for one in known)
         return max(seconds * search.candidates / sum(one.candidates for one in known) - took, 0.0)
 
-    def _by_rounds(self, search: _Search) -> float | None:
-        """Return the seconds left of a search's measurements; `None` if its rounds say too little."""
-        rounds = search.rounds
-        own = None if rounds is None else rounds.left()
-        if rounds is None or own is None:
-            return None
-        return (
-            self._confirming(rounds, own) if rounds.event.is_confirmation else own + (self._confirmation(rounds) or 0)
-        )
-
-    def _confirmation(self, rounds: _Rounds | None) -> float | None:
-        """Return the seconds of a confirmation run of as many rounds, as long as earlier ones took."""
-        per_sample = None if rounds is None else rounds.sample_seconds()
-        if rounds is None or per_sample is None:
-            return None
-        stretched = statistics.fmean(self._stretched) if self._stretched else 1.0
-        return per_sample * _PAIR * rounds.event.planned * stretched
-
-    def _confirming(self, rounds: _Rounds, left: float) -> float:
-        """Return the seconds left of a confirmation run, which goes on for longer if earlier ones did."""
-        expected = (rounds.expected or 0.0) - (rounds.now - rounds.began)
-        return max(left, expected)
-
     def _running(self) -> list[_Search]:
         return [search for search in self._searches.values() if search.ended is None]
 
@@ -250,16 +206,3 @@ class TimeLeft:
 def _family(op: str) -> str:
     """Return the operation of a call, for forward and backward calls alike: `rms_norm` for `rms_norm.bwd@v0`."""
     return op.partition("@")[0].partition(".")[0]
-
-
-def _longest(confirmation: float) -> float:
-    """Return the seconds of a confirmation run that stays unclear."""
-    times, seconds = _EXTENSION
-    return min(times * confirmation, confirmation + seconds)
-
-
-def _words(low: float, high: float) -> str:
-    """Return a range of seconds in words, as one figure if its ends are close."""
-    if high <= low * _CLOSE:
-        return f"about {math.sqrt(low * high):.0f} s"
-    return f"{low:.0f} to {high:.0f} s"

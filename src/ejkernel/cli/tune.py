@@ -332,7 +332,7 @@ def _find_of_mesh(source: Source, count: int, finding: WorkerStatus) -> Found:
 
     with shared_worker() as worker:
         device: str = worker.call(device_fingerprint)
-    # Lower for the platform of this machine's device, whose kernels are tuned.
+    # Lower for the platform of this machine's device, since its kernels are tuned.
     elsewhere = dataclasses.replace(source, platform=device.partition(":")[0])
     # In a new process: JAX fixes its number of devices at the start, and these are CPU devices.
     many = Worker()
@@ -420,7 +420,7 @@ def _tune(
 def _tune_in_time(
     seconds: float, chain: ConfigSelectorChain[Any, Any], todo: Sequence[Sequence[SharedCall]], more: dict[str, Any]
 ) -> tuple[AutotuningResult, int]:
-    """Tune as many sets as fit into a time for all, at least one; each gets a share of what is left, by its weight."""
+    """Tune as many sets as fit into a time for all, at least one; each gets a share of the rest, by its weight."""
     end = time.monotonic() + seconds
     weights = list(map(_weight, todo))
     results: list[AutotuningResult] = []
@@ -430,7 +430,7 @@ def _tune_in_time(
             break
         with policy_override(budget_s=max(left * weights[number] / sum(weights[number:]), _LEAST_SHARE)):
             results.append(tune_together(chain, [calls], **more))
-    # Not `result or ...`: a result whose searches are not finished has no configurations, and is false.
+    # Not `result or ...`: a result with unfinished searches has no configurations, and is false.
     return functools.reduce(operator.or_, results), len(results)
 
 

@@ -30,7 +30,9 @@ from ejkernel.compat.kernels import store_as_it_is as store_as_it_is
 from ejkernel.compat.kernels import tpu_ragged_paged_attention as tpu_ragged_paged_attention
 from ejkernel.compat.kernels import tuned_ragged_blocks as tuned_ragged_blocks
 from ejkernel.compat.kernels import unchecked as unchecked
+from ejkernel.compat.kernels import uniform as uniform
 from ejkernel.compat.kernels import widened_bfloat16 as widened_bfloat16
+from ejkernel.compat.kernels import widened_in_order as widened_in_order
 from ejkernel.compat.kernels import widened_pairs as widened_pairs
 from ejkernel.compat.partitioning import AskedToSplit as AskedToSplit
 from ejkernel.compat.partitioning import LogicalMesh as LogicalMesh
@@ -60,7 +62,7 @@ from ejkernel.compat.processes import coordination_store as coordination_store
 from ejkernel.compat.processes import span_of as span_of
 from ejkernel.compat.programs import Answers as Answers
 from ejkernel.compat.programs import is_partitioned as is_partitioned
-from ejkernel.compat.programs import knows_devices as knows_devices
+from ejkernel.compat.programs import is_split_by_xla as is_split_by_xla
 from ejkernel.compat.programs import label_value as label_value
 from ejkernel.compat.programs import lacks_lowering as lacks_lowering
 from ejkernel.compat.programs import lower_each_platform as lower_each_platform
@@ -73,7 +75,6 @@ from ejkernel.compat.programs import lowering_names as lowering_names
 from ejkernel.compat.programs import lowering_platforms as lowering_platforms
 from ejkernel.compat.programs import lowers_for_amd as lowers_for_amd
 from ejkernel.compat.programs import not_lowering as not_lowering
-from ejkernel.compat.programs import noting_answers as noting_answers
 from ejkernel.compat.programs import pointing_at_the_call as pointing_at_the_call
 from ejkernel.compat.programs import program_span as program_span
 from ejkernel.compat.programs import register_lowering as register_lowering

@@ -53,12 +53,23 @@ def lowering_platforms(ctx: Any) -> tuple[str, ...]:
     return tuple(ctx.module_context.platforms)
 
 
+Answers = dict[Callable[[], Any], Any]
+
+
 class _Target(NamedTuple):
-    """The target of the program being lowered: its platforms, JAX's axis context, and its span."""
+    """The program being lowered or traced.
+
+    Attributes:
+        platforms: Its platforms; empty while it is traced.
+        axis_context: JAX's axis context.
+        span: Its span.
+        answers: Collects the answers that its trace got about it, if any.
+    """
 
     platforms: tuple[str, ...] = ()
     axis_context: Any = None
     span: Span | None = None
+    answers: Answers | None = None
 
 
 _NO_TARGET = _Target()
@@ -67,25 +78,27 @@ _target: contextvars.ContextVar[_Target] = contextvars.ContextVar("target", defa
 
 
 @contextlib.contextmanager
-def _setting(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
-    """Set a context variable for a `with` block."""
-    token = variable.set(value)
+def _entered(target: _Target) -> Iterator[None]:
+    token = _target.set(target)
     try:
         yield
     finally:
-        variable.reset(token)
+        _target.reset(token)
 
 
 def lowering(ctx: Any) -> contextlib.AbstractContextManager[None]:
     """Make the target of the program under way available to the functions below."""
     context = ctx.module_context.axis_context
     span = None if jax.process_count() == 1 else span_of_context(context, _spreads(context))
-    return _setting(_target, _Target(lowering_platforms(ctx), context, span))
+    return _entered(_Target(lowering_platforms(ctx), context, span))
 
 
-def not_lowering() -> contextlib.AbstractContextManager[None]:
-    """Hide the target of the program under way from the functions below."""
-    return _setting(_target, _NO_TARGET)
+def not_lowering(answers: Answers | None = None) -> contextlib.AbstractContextManager[None]:
+    """Hide the target of the program under way from the functions below, and collect their answers in `answers`.
+
+    A trace that used them is valid only where they are the same.
+    """
+    return _entered(_Target(answers=answers))
 
 
 def program_span() -> Span | None:
@@ -161,25 +174,20 @@ def _spreads(context: Any) -> bool:
     return int(getattr(context, "num_devices", None) or 1) > 1
 
 
-def knows_devices() -> bool:
-    """Return whether the devices of the program under way are known, as custom partitioning requires."""
-    return _answered(knows_devices, getattr(_target.get().axis_context, "device_assignment", None) is not None)
+def is_split_by_xla() -> bool:
+    """Return whether XLA's partitioner alone splits the program under way.
 
-
-Answers = dict[Callable[[], Any], Any]
-_answers: contextvars.ContextVar[Answers | None] = contextvars.ContextVar("answers", default=None)
+    If the program's devices are known, custom partitioning can control the split.
+    """
+    context = _target.get().axis_context
+    return _answered(is_split_by_xla, _spreads(context) and getattr(context, "device_assignment", None) is None)
 
 
 def _answered(question: Callable[[], T], answer: T) -> T:
-    noted = _answers.get()
+    noted = _target.get().answers
     if noted is not None:
         noted[question] = answer
     return answer
-
-
-def noting_answers(noted: Answers) -> contextlib.AbstractContextManager[None]:
-    """Record the answers of the functions above: a trace that used them is valid only where they are the same."""
-    return _setting(_answers, noted)
 
 
 def lower_jaxpr(ctx: Any, jaxpr: Any, scope: str, *values: Any) -> Sequence[Any]:

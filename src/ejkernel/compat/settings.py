@@ -21,7 +21,7 @@ class Numerics(NamedTuple):
     default_matmul_precision: str | None
     enable_x64: bool
     default_prng_impl: str
-    numpy_dtype_promotion: str
+    numpy_dtype_promotion: Any  # an enum of JAX
     numpy_rank_promotion: str
     threefry_partitionable: bool
     softmax_custom_jvp: bool

@@ -101,7 +101,7 @@ def untuned_of(call: OperationCall) -> int:
 
 
 def limit_to_pass(need: Need) -> int:
-    """Return the limit to pass to the compiler: twice the estimate, so a kernel whose estimate is too low compiles.
+    """Return the limit to pass to the compiler: twice the estimate, which may be too low.
 
     The compiler accepts a limit above the chip's memory, and refuses a kernel that takes more than there is.
     """

@@ -128,7 +128,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             device_fingerprint=inv.device_fingerprint,
             backward=inv.direction == "bwd",
             higher=inv.direction == "jvp" or inv.op_id.removeprefix(self.op_id).count(".") > 1,
-            partitioned=_is_partitioned(),
+            partitioned=compat.is_split_by_xla(),
             examples=math.prod(inv.batch_sizes),
             default_precision=inv.precision,
         )
@@ -371,7 +371,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         chosen, params = self.implementations[cfg.implementation], _params_of(cfg, call)
         if not chosen.runs_everywhere(call) or params is None or (backward and not chosen.has_backward()):
             # Query the platform only if it matters: a trace that depends on it is repeated once the platform is known.
-            call = dataclasses.replace(call, **_lowered_place(), partitioned=_is_partitioned())
+            call = dataclasses.replace(call, **_lowered_place(), partitioned=compat.is_split_by_xla())
             reason = self.implementations.unsupported(chosen.name, call)
             if reason is not None:
                 chosen, params = self._fallback(chosen, reason, call, self._considered(options, call)), None
@@ -394,7 +394,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         call = dataclasses.replace(self.describe(*args, **_without_request(options)), backward=backward)
         chosen, params = self.implementations[cfg.implementation], _params_of(cfg, call)
         if not chosen.runs_everywhere(call):
-            call = dataclasses.replace(call, **_lowered_place(), partitioned=_is_partitioned())
+            call = dataclasses.replace(call, **_lowered_place(), partitioned=compat.is_split_by_xla())
         if self.implementations.unsupported(chosen.name, call) is None:
             if params is None or chosen.doubt(call, params) is None:
                 return cfg
@@ -471,11 +471,6 @@ def _valid_params(implementation: Implementation[Any], call: Any) -> Collection[
     own = [params for params in space if implementation.params_fault(call, params) is None]
     published = [params for _, params, fault in published_params(implementation, call) if not fault]
     return list(dict.fromkeys((*own, *published))) if published else own
-
-
-def _is_partitioned() -> bool:
-    # If the devices are known, an implementation can control how XLA splits it.
-    return compat.is_partitioned() and not compat.knows_devices()
 
 
 def _lowered_place() -> dict[str, Any]:

@@ -44,6 +44,7 @@ def test_results_are_those_of_all_examples_at_once(request):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu")
 def test_a_bias_is_part_of_a_single_block():
     """A row may have nothing but the lowest float, or minus infinity."""

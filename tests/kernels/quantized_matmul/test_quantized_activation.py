@@ -110,6 +110,7 @@ def test_simulated_wide_activations_match_the_reference(monkeypatch, shape, size
     assert not np.any(np.asarray(found, np.float32)[sum(sizes) :])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "options", "message"),
     [
@@ -129,6 +130,7 @@ def test_calls_that_the_kernel_does_not_run_are_refused_with_an_alternative(monk
     assert message.replace("\\", "") in (MosaicGpuActivation().unsupported(call) or "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "message"),
     [

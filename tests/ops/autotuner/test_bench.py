@@ -64,6 +64,7 @@ def raced(there, runners, rounds=1, **options):
 # --- one program ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_the_first_of_candidates_with_equal_programs_counts_in_any_order_of_compilation(monkeypatch, seed):
     order = random.Random(seed).sample(range(4), 4)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import errno
 import os
@@ -144,9 +143,7 @@ def test_a_reference_with_a_candidate_s_program_is_in_the_bundle(tmp_path):
     assert call.reference is not None
 
 
-@pytest.mark.parametrize(
-    ("options", "loads"), [({}, True), ({"processes": 2}, False), ({"executor": concurrent.futures.Executor()}, False)]
-)
+@pytest.mark.parametrize(("options", "loads"), [({}, True), ({"processes": 2}, False)])
 def test_only_a_process_that_compiles_loads_the_compiler(monkeypatch, tmp_path, options, loads):
     asked = []
     monkeypatch.setattr(Target, "check", lambda self, *, loads_compiler: asked.append(loads_compiler))
@@ -180,22 +177,6 @@ def test_a_full_disk_is_an_error_and_the_next_attempt_goes_on(twice, tmp_path, m
             bundle(twice, tmp_path)
     call = bundle(twice, tmp_path)
     assert read_bundle(tmp_path / "bundle") == [call]
-
-
-def test_an_executor_compiles(twice, tmp_path):
-    with concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="cluster") as executor:
-        call = bundle(twice, tmp_path, executor=executor)
-    assert statuses(outcomes_of(call)) == statuses(outcomes_of(bundle(twice, tmp_path / "other")))
-
-
-def test_candidates_of_a_broken_executor_are_left(twice, tmp_path):
-    class Broken(concurrent.futures.Executor):
-        def submit(self, *_, **__):
-            raise concurrent.futures.BrokenExecutor("some process ended")
-
-    call = bundle(twice, tmp_path, executor=Broken())
-    assert set(statuses(outcomes_of(call)).values()) == {"left"}
-    assert tune(twice, call).config == 3
 
 
 def test_of_a_large_space_some_are_compiled_and_the_heuristic_is_among_them(tmp_path):

@@ -216,3 +216,12 @@ def test_finite_elements_are_counted_in_small_and_large_arrays(size, dtype):
 def test_integers_are_finite_and_an_empty_array_has_nothing_that_is_not():
     assert is_all_finite(jnp.ones(4, jnp.int32))
     assert not is_nowhere_finite(jnp.zeros(0, jnp.float32))
+
+
+@pytest.mark.parametrize("name", ["_compare_on_device", "_differing_on_device"])
+def test_indices_into_results_with_more_elements_than_int32_counts_are_small(name):
+    huge = jax.ShapeDtypeStruct((256, 7168, 2048), jnp.bfloat16)
+    more = (1.0,) if name == "_compare_on_device" else ()
+    found = str(jax.make_jaxpr(getattr(correctness, name))(huge, huge, *more))
+    assert "argmax" in found
+    assert str(256 * 7168 * 2048) not in found  # no axis is as long as this

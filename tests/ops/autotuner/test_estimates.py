@@ -195,6 +195,7 @@ def test_the_examples_of_a_call_are_its_parts():
     assert shapes(parts) == [{(count, 64, 2, 128)} for count in (1, 2, 3)]
 
 
+@pytest.mark.slow
 def test_the_examples_of_a_vmapped_backward_call_are_its_parts():
     like = jax.ShapeDtypeStruct((32, 1, 64, 2, 128), jnp.bfloat16)
     attend = jax.vmap(lambda q: flash_attention(q, q, q, causal=True))
@@ -299,13 +300,20 @@ def test_a_measured_configuration_ranks_above_an_estimate(estimates, store):
     assert chain(store).resolve(CALL, KERNEL).source == "persistent"
 
 
-def test_within_the_simulators_error_the_heuristic_stays(store, monkeypatch):
-    monkeypatch.setattr(Estimated, "heuristic_cfg", lambda self, inv: 10.9)
+@pytest.mark.parametrize(
+    ("heuristic", "note", "last"),
+    [
+        (10.9, "the heuristic's 6.2 us is within the error of the best, 5.7 us", "heuristic"),
+        (11.1, "5.7 us, the heuristic 6.3 us", "estimated"),
+    ],
+)
+def test_within_the_simulators_error_the_heuristic_stays(store, monkeypatch, heuristic, note, last):
+    monkeypatch.setattr(Estimated, "heuristic_cfg", lambda self, inv: heuristic)
     (found,) = estimate_calls([CALL], V6E, simulate=simulate)
     EstimateFiles(store.path).put(found)
     answers = {each.tier: each.note for each in chain(store).consult(CALL, KERNEL)}
-    assert answers["estimated"].startswith("the heuristic's 6.2 us is within the error of the best, 5.7 us")
-    assert list(answers)[-1] == "heuristic"
+    assert answers["estimated"].startswith(note)
+    assert list(answers)[-1] == last
 
 
 def test_an_estimate_is_never_saved_as_an_entry(estimates, store):

@@ -75,6 +75,7 @@ def test_a_candidate_wrong_for_half_of_all_inputs_does_not_win(kernel, wrong, se
     assert "differs from the reference" in reason
 
 
+@pytest.mark.slow
 def test_a_candidate_that_overflows_on_large_inputs_does_not_win():
     reason = rejected(Toy(lambda x: jax.nn.softmax(4 * x), lambda x: jnp.exp(4 * x) / jnp.exp(4 * x).sum()))
     assert reason.startswith("on inputs multiplied by 30: result 0 has NaN or infinity")
@@ -91,6 +92,7 @@ def test_a_candidate_that_loses_small_values_does_not_win():
     assert rejected(Toy(lambda x: x + 0, tried)).startswith("on inputs multiplied by 0.01: result 0 differs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "tried"),
     [

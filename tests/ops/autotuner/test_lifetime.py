@@ -129,6 +129,7 @@ def test_kernels_that_others_were_given_are_collected_with_them():
     assert references[0]() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
 def test_an_executor_is_collected(use):
     make = lambda: Executor(ConfigSelectorChain())  # noqa: E731
@@ -165,6 +166,7 @@ def test_calls_that_differ_in_static_values_alone_fill_a_bounded_table(monkeypat
     np.testing.assert_array_equal(executor(scales, X, ()), X * 0)  # rebuilt after its eviction
 
 
+@pytest.mark.slow
 def test_eager_gradients_with_ever_new_static_values_fill_bounded_tables(monkeypatch):
     monkeypatch.setattr("ejkernel.ops.utils.weak_caches._MOST", 4)
 
@@ -179,6 +181,7 @@ def test_eager_gradients_with_ever_new_static_values_fill_bounded_tables(monkeyp
     assert 0 < len(primitive._traces.of(scales)) <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("use", "call"),
     [

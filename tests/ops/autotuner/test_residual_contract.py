@@ -144,6 +144,7 @@ def test_a_forward_with_residuals_by_configuration_is_not_used(name):
         np.testing.assert_allclose(jax.jit(jax.grad(total(kernel)))(X), np.cos(X), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_pair_that_agrees_is_tuned_in_both_directions():
     kernel = Sine()
     result = autotune(jax.grad(total(kernel)), X)
@@ -159,6 +160,7 @@ def test_under_vmap_the_pair_is_checked_as_well():
     assert configs(result) == {"Scaled": 1, "Scaled.bwd": 1}
 
 
+@pytest.mark.slow
 def test_the_backward_call_of_a_forward_has_the_key_that_the_program_gives_it():
     kernel = Sine()
     keys = {entry.op_id_v: entry.call_key for entry in autotune(jax.grad(total(kernel)), X).entries}
@@ -181,6 +183,7 @@ def test_a_forward_is_not_saved_beside_a_wrong_backward():
     assert (data.config, data.outcomes[1].status) == (1, "wrong")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tuned", [0, 1], ids=["forward", "backward"])
 def test_a_saved_configuration_that_does_not_run_is_no_partner(tuned):
     class Removed(Sine):

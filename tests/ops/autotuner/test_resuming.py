@@ -13,6 +13,7 @@ from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.sampling import Case
 from ejkernel.ops.autotuner.store import measurements
 from ejkernel.ops.autotuner.tasks.task import SharedCall, shares_of
+from ejkernel.ops.autotuner.trials.candidates import is_in
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.config.cache import ConfigCache
 
@@ -89,3 +90,8 @@ def test_times_of_another_version_are_no_start(chain, monkeypatch):
     here = measurements.provenance
     monkeypatch.setattr(measurements, "provenance", lambda *args: here(*args) | {"jax": "99.0.0"})
     assert chain.store.unfinished(SHORT) == ()
+
+
+def test_a_list_contains_the_configurations_of_equal_values_and_types():
+    assert is_in([{"rows": 1}, {"rows": 2}], {"rows": 2})
+    assert not is_in([{"rows": 1}], {"rows": True})

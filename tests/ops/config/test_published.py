@@ -124,7 +124,7 @@ def test_a_measured_configuration_replaces_it(chain_of):
 
 def test_it_ranks_below_all_that_was_measured_and_above_estimates(chain_of):
     asked = [consulted.tier for consulted in chain_of().consult(call_of(), KERNEL)]
-    assert asked[-5:] == ["sister", "forward", "published", "estimated", "heuristic"]
+    assert asked[-4:] == ["sister", "published", "estimated", "heuristic"]
 
 
 def test_it_counts_as_a_miss(chain_of):

@@ -126,14 +126,14 @@ def test_no_answer_is_an_error_with_the_folders_that_were_searched(tmp_path):
     persistent = PersistentCache(tmp_path / "own", layers=[tmp_path / "layer"])
     with pytest.raises(NoConfigError) as error:
         ConfigSelectorChain(persistent=persistent).resolve(Invocation(kernel=Bare(), args=(X,)), Bare())
-    assert f"memory, persistent ({tmp_path / 'own'}, {tmp_path / 'layer'}), shipped" in str(error.value)
+    assert f"memory, persistent ({tmp_path / 'own'}, {tmp_path / 'layer'}), shipped, sister" in str(error.value)
 
 
 def test_no_answer_is_an_error_with_the_tiers_and_the_fix():
     kernel = Bare()
     inv = Invocation(kernel=kernel, args=(X,))
     call = f"No configuration for 'Bare' (f32[4], key {inv.key.call} on {inv.key.device})"
-    tiers = "override, overlay, memory, persistent, shipped, sister, forward"
+    tiers = "override, overlay, memory, persistent, shipped, sister"
     with pytest.raises(NoConfigError) as error:
         ConfigSelectorChain().resolve(inv, kernel)
     example = "give the kernel a heuristic_cfg, e.g. `def heuristic_cfg(self, inv): return MyConfig(...)`"

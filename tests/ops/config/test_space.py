@@ -301,6 +301,10 @@ def test_other_numbers_are_encoded_linearly():
     np.testing.assert_allclose(encoded([0.0, 0.25, 1.0]), [[0.0], [0.25], [1.0]])
 
 
+def test_integers_that_round_to_the_same_float_are_encoded_alike():
+    np.testing.assert_array_equal(encoded([2**60, 2**60 + 1])[:, 0], [0.0, 0.0])
+
+
 def test_numbers_that_two_divides_differently_get_a_column_for_it():
     np.testing.assert_allclose(encoded([32, 48, 64, 96])[:, 1], [0.5, 0.0, 1.0, 0.5])
     assert encoded([32, 48, 64, 96], aligned_from=5).shape == (4, 1)

@@ -72,6 +72,7 @@ def through_reference(function):
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [PROGRAMS[name] for name in ("eager", "jit", "vmap", "jit of vmap")])
 def test_a_reference_created_around_a_call_is_written(program):
     np.testing.assert_array_equal(program(through_reference(ADD_TO)), program(through_reference(add_to)))
@@ -155,6 +156,7 @@ class PrintingRule(Printing):
         return (2 * primals[0] * cotangents[0],)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("program", [PROGRAMS[name] for name in ("eager", "jit", "grad", "jit of grad", "jvp")])
 def test_an_effect_of_run_happens_once_also_under_differentiation(program, ordered):
@@ -260,6 +262,7 @@ def test_an_array_like_object_may_change():
     np.testing.assert_array_equal(TRIPLE(parameter), 6 * X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disguise", [Parameter, Bare])
 def test_a_weight_of_rms_norm_may_be_a_parameter(disguise):
     expected = rms_norm(X, 2 * X)
@@ -279,6 +282,7 @@ class Layer:
         return (x.reshape(rows, -1) * x.reshape(rows, -1) * self.scale).reshape(x.shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [PROGRAMS[name] for name in ("eager", "jit", "grad", "vmap")])
 def test_a_tuned_method_computes_with_its_object(program):
     for scale in (2.0, 3.0):

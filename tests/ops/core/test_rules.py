@@ -44,6 +44,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_gradient_rule_with_a_wrong_signature_is_an_error_with_the_right_one(name):
     hooks, message = KERNELS[name]

@@ -189,6 +189,7 @@ def test_the_inner_of_two_axes_of_one_name_is_meant():
     assert nested(total)[0, 0, 0] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_gradient_through_a_collective_on_an_unbatched_argument(program):
     total = Computes("total", lambda x: jax.lax.psum(x * x, "i"))

@@ -43,7 +43,6 @@ def test_an_explanation_reads_like_this(executor):
         "  shipped    - the chain does not use shipped configurations",
         "  autotune   - the policy does not allow it (autotune=False)",
         "  sister     - the chain does not use shipped configurations",
-        "  forward    - the call is a forward call",
         "  heuristic  1",
         "  devices    - no sharding_rule: each device computes the whole call",
         f"  label      ejkernel_ops#Times@v0:{inv.call_key} (its name in the program's text)",
@@ -138,6 +137,7 @@ def test_a_single_call_of_a_function_needs_no_index():
         _ = explained.banana
 
 
+@pytest.mark.slow
 def test_a_backward_from_its_forward_shows_the_parameters_that_run():
     x = jnp.ones((1, 16, 2, 8))
     config = FlashAttentionConfig(implementation="xla", fwd=FwdParams(q_blocksize=8, kv_blocksize=8))

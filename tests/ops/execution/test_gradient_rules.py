@@ -58,6 +58,7 @@ class Recorder(Plain):
         return (jnp.zeros_like(x), jnp.zeros_like(w)) if self.answer is None else self.answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("output", "shapes"),
     [

@@ -40,6 +40,7 @@ def test_calls_are_found_in_either_text(stamped, dialect):
     assert (program.labels, program.bare, program.refused) == (2, (), {})
 
 
+@pytest.mark.slow
 def test_a_text_is_tuned_without_a_recording(stamped):
     text = gradient_of(KERNEL).lower(X, W).as_text()
     ops.registry.clear_invocations()

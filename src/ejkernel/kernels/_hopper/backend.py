@@ -72,6 +72,10 @@ class Hopper:
         """Start a copy of a tile from shared to global memory."""
         plgpu.copy_smem_to_gmem(source, target)
 
+    def uniform(self, number: Any) -> Any:
+        """Return a number that all threads share, in a register that they share."""
+        return compat.uniform(number)
+
     def aliased(self, *types: Any) -> Any:
         """Return one buffer of shared memory with several layouts."""
         return plgpu.RefUnion(*types)
@@ -97,12 +101,16 @@ class Hopper:
         )
         return loaded
 
-    def widened_pairs(self, pairs: jax.Array, dtype: str, wide: str = "float16") -> tuple[jax.Array, jax.Array]:
-        """Return the first and the second numbers of pairs, in float16 or, if they are int8, in bfloat16."""
-        return compat.widened_pairs(pairs, dtype, wide)
+    def widened_pairs(self, pairs: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+        """Return the first and the second numbers of pairs, in float16."""
+        return compat.widened_pairs(pairs, dtype)
+
+    def widened_in_order(self, pairs: jax.Array, dtype: str, wide: str) -> tuple[jax.Array, jax.Array]:
+        """Return the numbers of the even and of the odd pairs, in float16, or int8 divided by 64 in bfloat16."""
+        return compat.widened_in_order(pairs, dtype, wide)
 
     def tile(self, tiles: Any, index: tuple[Any, Any], shape: tuple[int, int]) -> Any:
-        """Return a tile, by row and column, of a view whose last four axes are tiles and their elements."""
+        """Return a tile, by row and column, of a view with tiles and their elements as its last four axes."""
         del shape
         return tiles.at[index]
 
@@ -165,6 +173,10 @@ class Interpreter:
         """See `Hopper.store_to_memory`."""
         target[...] = source[...]
 
+    def uniform(self, number: Any) -> Any:
+        """See `Hopper.uniform`."""
+        return number
+
     def aliased(self, *types: Any) -> Any:
         """See `Hopper.aliased`; the interpreter ignores layouts, so the first type serves for all."""
         return types[0]
@@ -190,10 +202,17 @@ class Interpreter:
         pairs = lax.slice_in_dim(pairs, columns.start, columns.start + columns.size, axis=1)
         return pairs.T if transposed else pairs
 
-    def widened_pairs(self, pairs: jax.Array, dtype: str, wide: str = "float16") -> tuple[jax.Array, jax.Array]:
+    def widened_pairs(self, pairs: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
         """See `Hopper.widened_pairs`."""
-        found = lax.bitcast_convert_type(pairs, jnp.dtype(dtype)).astype(wide)
+        found = lax.bitcast_convert_type(pairs, jnp.dtype(dtype)).astype(jnp.float16)
         return found[..., 0], found[..., 1]
+
+    def widened_in_order(self, pairs: jax.Array, dtype: str, wide: str) -> tuple[jax.Array, jax.Array]:
+        """See `Hopper.widened_in_order`."""
+        found = lax.bitcast_convert_type(pairs, jnp.dtype(dtype)).astype(wide)
+        found = found.reshape(*pairs.shape[:-1], -1, 2, 2) / (64 if wide == "bfloat16" else 1)
+        first, second = (found[..., number, :].reshape(pairs.shape) for number in (0, 1))
+        return first, second
 
     def tile(self, tiles: Any, index: tuple[Any, Any], shape: tuple[int, int]) -> Any:
         """See `Hopper.tile`; the view is a matrix here."""

@@ -227,7 +227,7 @@ def canonical_more(
     return {name: value for name, value in found.items() if value}
 
 
-CONTEXT = ("axis_name", "zigzag", "gather_keys")
+CONTEXT = frozenset({"axis_name", "zigzag", "gather_keys"})
 
 
 def canonical_context(

@@ -76,7 +76,7 @@ def default_blocks(call: AttentionCall) -> tuple[int, int]:
 def examples_at_once(call: AttentionCall, q_block: int | None, kv_block: int | None) -> int:
     """Return how many examples of the batch a GPU computes at once, a divisor of the batch.
 
-    It is the whole batch, except for single blocks whose scores take more than 256 MiB.
+    It is the whole batch, except for single blocks with scores of more than 256 MiB.
 
     Args:
         call: The call.

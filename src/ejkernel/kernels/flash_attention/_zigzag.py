@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Zig-zag order: the order of a sharded sequence in which every device has the same causal work.
+"""Zig-zag order: an order of a sharded sequence that gives every device the same causal work.
 
 The sequence is cut into `2 n` pieces for `n` devices, and device `i` has the pieces `i` and `2 n - 1 - i`.
 """

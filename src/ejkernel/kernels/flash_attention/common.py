@@ -287,7 +287,7 @@ def describe(
         key_lengths=operands.key_lengths is not None,
         platform=platform,
         device_fingerprint=fingerprint,
-        partitioned=compat.is_partitioned() and not compat.knows_devices(),
+        partitioned=compat.is_split_by_xla(),
         **options,
     )
 

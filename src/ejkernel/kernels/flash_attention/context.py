@@ -168,7 +168,7 @@ _LENGTH_AXES = (1, 2, 1, 2)  # of output, log-sum-exp, and their cotangents
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Walk:
-    """The order in which a device visits the blocks of its queries.
+    """A device's order of visits to the blocks of its queries.
 
     Attributes:
         context: The call.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -222,7 +222,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
     def _beside_copies(
         self, cfg: FlashAttentionConfig, args: tuple[Any, ...], options: dict[str, Any]
     ) -> FlashAttentionConfig:
-        """Return the configuration of a block, whose launch does not wait for copies between devices."""
+        """Return the configuration of a block with a launch that does not wait for copies between devices."""
         cfg = self._fitting(cfg, args, options)
         selected = self._running(cfg, args, options)
         params = selected.params
@@ -266,13 +266,14 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
         axes = part.axes("queries")
         return args, options | ({"axis_name": axes} if axes else {})
 
-    def bucket(self, inv: _Invocation) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def bucket(self, inv: _Invocation) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return the call without context parallelism: its own shard of the sequence, without the other shards.
 
         A shard's call has the same configuration as this call, because its blocks have that size or less.
         """
-        options = inv.abstract_kwargs
-        return inv.abstract_args, {name: x for name, x in options.items() if name not in arguments.CONTEXT}
+        if arguments.CONTEXT.isdisjoint(inv.kwargs):
+            return inv.args, inv.kwargs
+        return inv.args, {name: x for name, x in inv.kwargs.items() if name not in arguments.CONTEXT}
 
     def cost(self, inv: _Invocation) -> Cost | None:
         """Return the cost of the forward: two products for every pair that the static rules make visible.
@@ -300,7 +301,7 @@ class BucketedFlashAttention(FlashAttention):
     Every configuration runs for every length, because blocks are clipped to the length and the last ones are padded.
     """
 
-    def bucket(self, inv: _Invocation) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def bucket(self, inv: _Invocation) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return the arguments with lengths rounded up to powers of two, if the same implementations support them."""
         own, options = super().bucket(inv)
         query, key, value, bias, mask, segments, *others = all_arguments(own)
@@ -345,7 +346,7 @@ def _options_of(sides: Sides) -> dict[str, Any]:
 
 
 def _attention_rule(operands: Operands, options: Mapping[str, Any]) -> ShardingRule | None:
-    """Return the rule for a call with these operands; `None` with dropout, whose mask depends on the row's position."""
+    """Return the rule for a call with these operands; `None` with dropout, which depends on the row's position."""
     if operands.dropout_key is not None:
         return None
     given = [(name, array) for name, array in operands._asdict().items() if array is not None]

@@ -271,7 +271,7 @@ _Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 
 def _sums_of(sums: _Sums, grid: Grid, pair: jax.Array) -> _Sums:
-    """Return the blocks of the gradients to which one pair contributes."""
+    """Return the blocks of the gradients that one pair contributes to."""
     dquery, dkey, dvalue, dbias = sums
     part = None if dbias is None else grid.part_of(dbias, pair)
     return take(dquery, pair[0]), take(dkey, pair[1]), take(dvalue, pair[1]), part

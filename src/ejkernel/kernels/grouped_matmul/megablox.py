@@ -28,7 +28,7 @@ _DTYPES = ("bfloat16", "float32")
 _MOST_TILES = 4096  # tiles of rows: the kernels locate them by a histogram in float32, which is wrong for 5000
 _ROWS = 16  # the granularity of tiles; that of columns is `LANES`
 _COLUMNS = (128, 256, 512, 1024)
-_WHOLE = 512  # the tile of k from which on the compiler's intermediates no longer grow
+_WHOLE = 512  # the compiler's intermediates grow only up to this tile of k
 _SLACK = 64 << 10
 
 
@@ -219,7 +219,7 @@ def _blocks(call: GroupedMatmulCall, params: MegabloxParams) -> tuple[int, int]:
 
 def _sizes(call: GroupedMatmulCall, groups: Groups) -> jax.Array:
     """Return the number of rows before the groups with matrices, and the sizes of these groups."""
-    # Rows before them form an extra group, whose matrix is never read. So no rows have to move.
+    # Rows before them form an extra group, and its matrix is never read. So no rows have to move.
     starts, ends = row_spans(groups, call.rows, call.groups)
     return jnp.concatenate([starts[:1], ends - starts])
 

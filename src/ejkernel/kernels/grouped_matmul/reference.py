@@ -83,8 +83,8 @@ def by_tiles(
 
     Args:
         multiply: Returns the product of a tile: the slice of `lhs` for its rows and the slice of `rhs` for its group.
-        lhs: A tree of arrays whose first axis is the rows, e.g. an array and its scales.
-        rhs: A tree of arrays whose first axis is the groups.
+        lhs: A tree of arrays with the rows as their first axis, e.g. an array and its scales.
+        rhs: A tree of arrays with the groups as their first axis.
         groups: The groups.
         out: Zeros, in the shape and dtype of the result; rows outside the groups stay zero.
         block: Rows of a tile.

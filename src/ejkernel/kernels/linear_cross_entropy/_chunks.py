@@ -89,7 +89,7 @@ def _rows(call: LinearCrossEntropyCall, chunk: int) -> tuple[str, int | None]:
 
 
 def space_of_chunks(call: LinearCrossEntropyCall) -> list[tuple[str, int | None]]:
-    """Return the forms and sizes of chunks whose temporary arrays fit within the memory limit."""
+    """Return the forms and sizes of chunks with temporary arrays that fit within the memory limit."""
     if not is_known(call.tokens, call.inner, call.columns):
         return [heuristic_chunks(call)]
     return [choice for choice in _choices(call) if estimated_bytes(call, *choice) <= memory_limit(call)]

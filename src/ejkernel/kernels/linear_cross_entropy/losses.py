@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses composed from the two operations.
 
-Under `grad`, a scalar loss is a call of `linear_cross_entropy_gradients`, whose results are the loss's gradients; its
+Under `grad`, a scalar loss is a call of `linear_cross_entropy_gradients` with the loss's gradients as results; its
 tangent is their product with the arguments' tangents. So the loss's cotangent becomes a factor of the gradients. All
 other losses are sums of the statistics that `linear_cross_entropy` returns.
 """

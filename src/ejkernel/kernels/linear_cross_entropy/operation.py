@@ -79,7 +79,7 @@ class LinearCrossEntropyGradientsConfig(OperationConfig):
     Attributes:
         implementation: Name of the implementation.
         fwd: Its parameters; `None`: its heuristic's.
-        bwd: Not used, because gradients are other calls with configurations of their own; `None`, or parameters of the
+        bwd: Not used, because gradients are other calls with their own configurations; `None`, or parameters of the
             implementation's backward.
     """
 
@@ -106,7 +106,7 @@ class _OnLogits(Operation[_Cfg, LinearCrossEntropyCall, Results], Generic[_Cfg])
         raise NotImplementedError
 
     def run(self, *args: Any, cfg: _Cfg, **options: Any) -> Any:
-        """Return the statistics, and what else the operation returns."""
+        """Return the statistics and the operation's other results."""
         flat, batch = _flattened(args)
         if not all(flat[0].shape[:1]):
             return self._of_no_tokens(args, options)
@@ -135,7 +135,7 @@ class _OnLogits(Operation[_Cfg, LinearCrossEntropyCall, Results], Generic[_Cfg])
         return tuple(None if y is None else y.reshape(like.shape) for y, like in zip(found, args, strict=True))
 
     def _shares(self, results: Results, options: dict[str, Any]) -> Results:
-        """Return this device's share of the results of a call whose shards are summed."""
+        """Return this device's share of the results of a call with summed shards."""
         axes = _axes(options["vocab_axis"])
         if not options["vocab_shares"]:
             return results
@@ -178,7 +178,7 @@ class _OnLogits(Operation[_Cfg, LinearCrossEntropyCall, Results], Generic[_Cfg])
     def example_inputs(
         self, inv: Invocation[_Cfg, Results], rng: np.random.Generator
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return random rows whose logits are of moderate size, and labels among the columns."""
+        """Return random rows with logits of moderate size, and labels among the columns."""
         (x, weight, labels, *others), kwargs = super().example_inputs(inv, rng)
         call = self.call_of(inv)
         x = (x * (2 / max(1, call.inner) ** 0.5)).astype(x.dtype)

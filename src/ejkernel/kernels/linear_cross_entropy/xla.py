@@ -80,7 +80,7 @@ class _Chunked(Implementation[LinearCrossEntropyCall]):
         return XlaParams(form=form, chunk=chunk)
 
     def space(self, call: LinearCrossEntropyCall) -> list[XlaParams]:
-        """Return chunks of several sizes whose temporary arrays fit within the memory limit."""
+        """Return chunks of several sizes with temporary arrays that fit within the memory limit."""
         found = [XlaParams(form=form, chunk=chunk) for form, chunk in space_of_chunks(call)]
         return list(dict.fromkeys((self.heuristic(call), *found)))
 
@@ -137,7 +137,7 @@ class XlaGradients(_Chunked):
 
 @dataclasses.dataclass(frozen=True)
 class _Complete:
-    """The statistics and coefficients of rows whose logits are complete, at least together with other devices."""
+    """The statistics and coefficients of rows with complete logits, at least together with other devices."""
 
     columns: Any
 

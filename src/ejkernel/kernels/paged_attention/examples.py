@@ -119,6 +119,6 @@ def example_batches(tokens: int, sequences: int, most: int, rng: np.random.Gener
 
 
 def _batch(queries: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], most: int) -> Batch:
-    """Return a batch whose sequences are at least as long as their new tokens, which count."""
+    """Return a batch of sequences at least as long as their new tokens, which count."""
     queries = np.minimum(queries, most)
     return Batch(np.concatenate([[0], np.cumsum(queries)]), np.maximum(lengths, queries))

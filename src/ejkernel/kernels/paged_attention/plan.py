@@ -224,7 +224,7 @@ def plan_arrays(
     tiles = jnp.where(count > 1, -(-count // shape.tile_queries), 0)[order]
     decodes = jnp.sum(count == 1, dtype=jnp.int32)[None]
     ends = jnp.pad(running_sum(tiles), (1, 0))
-    # Latent attention needs a schedule of its own if it differs from that of decode.
+    # Latent attention needs its own schedule if it differs from that of decode.
     has_tokens = shape.kv_heads == 1 and shape.tokens > shape.table[0]
     single = token_tiles(shape, *arrays) if has_tokens else no_schedule()
     pages = first.astype(jnp.int32), end.astype(jnp.int32)
@@ -255,7 +255,7 @@ class Schedules(compat.Alternatives):
 
     Attributes:
         shape: The sizes of the batch.
-        by_token: Whether each token has a tile of its own, for one KV head.
+        by_token: Whether each token has its own tile, for one KV head.
         programs: The number of programs that share decode; programs of other schedules are not reused.
     """
 

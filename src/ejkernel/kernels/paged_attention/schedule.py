@@ -268,7 +268,7 @@ class PrefillTiles(NamedTuple):
 def prefill_columns(
     given: Ranges, tiles: PrefillTiles, size: int, window: int | None, last: int
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Return the columns of the table of prefill tiles, and numbers in whose ascending order the tiles are taken."""
+    """Return the columns of the table of prefill tiles, and numbers that give the order of the tiles."""
     number, sequence, ends = tiles
     before = jnp.where(sequence > 0, ends[jnp.maximum(sequence - 1, 0)], 0)
     token = given.begin[sequence] + (number - before) * size
@@ -288,7 +288,7 @@ def _by_last_column(table: jax.Array) -> jax.Array:
     number = jnp.arange(len(keys), dtype=jnp.int32)
     before = (keys[None, :] < keys[:, None]) | ((keys[None, :] == keys[:, None]) & (number[None, :] < number[:, None]))
     rank = jnp.sum(before, axis=1, dtype=jnp.int32)
-    # A sum over all rows, of which one counts, is one kernel; an inverse of the ranks and a gather are two.
+    # A sum over all rows is one kernel, though only one row counts; an inverse of the ranks and a gather are two.
     return jnp.sum(jnp.where(rank == number[:, None, None], others.T[None], 0), axis=2, dtype=jnp.int32)
 
 

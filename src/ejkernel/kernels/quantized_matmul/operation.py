@@ -47,7 +47,7 @@ class QuantizedMatmulConfig(OperationConfig):
     Attributes:
         implementation: Name of the implementation.
         fwd: Its parameters; `None`: its heuristic's.
-        bwd: Not used, because gradients are other calls with configurations of their own; `None`, or parameters of the
+        bwd: Not used, because gradients are other calls with their own configurations; `None`, or parameters of the
             implementation's backward.
     """
 
@@ -259,7 +259,7 @@ def flat(x: Any) -> Any:
 
 
 def flat_block(block: Block) -> Block:
-    """Return the block of an array whose leading axes became one."""
+    """Return the block of an array with leading axes merged into one."""
     return block[-2:] if len(block) > 1 else (1, *block)
 
 

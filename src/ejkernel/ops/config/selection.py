@@ -41,6 +41,7 @@ from ejkernel.ops.errors import (
 )
 from ejkernel.ops.registry import forget_missed, note_missed
 from ejkernel.ops.utils import services
+from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import arguments
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.validation import check_argument
@@ -150,7 +151,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         places = ", ".join(getattr(self.persistent, "places", ()))
         if places:
             asked = [f"{tier} ({places})" if tier == tiers.PERSISTENT.name else tier for tier in asked]
-        not_taken = dict.fromkeys(consulted.note for consulted in tried if consulted.is_rejected)
+        not_taken = dict.fromkeys(printable(consulted.note) for consulted in tried if consulted.is_rejected)
         saved = f"The saved entry is not used: {'; '.join(not_taken)}" if not_taken else self._nearest(request)
         command = command_for(request.kernel)
         return NoConfigError(inv.op_id, tuple(asked), call, saved, command, request.policy.note_misses)
@@ -303,7 +304,9 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         if request.policy.stale != StalePolicy():
             yield tiers.STALE, partial(request.saved, tiers.STALE, "retune")
         yield tiers.SISTER, partial(request.shipped, tiers.SISTER)
-        yield tiers.FORWARD, partial(self._from_forward, request)
+        forward = request.inv.forward
+        if forward is not None:
+            yield tiers.FORWARD, partial(self._from_forward, request, forward)
         if request.inv.platform == "tpu":  # only TPUs have tables and a simulator
             yield tiers.PUBLISHED, request.published
             yield tiers.ESTIMATED, request.estimated
@@ -336,10 +339,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
             warn(text, TuningWarning)
         return note
 
-    def _from_forward(self, request: Request) -> Answer:
-        forward = request.inv.forward
-        if forward is None:
-            return "the call is a forward call"
+    def _from_forward(self, request: Request, forward: Invocation[Any, Any]) -> Answer:
         if request.inv.direction == "bwd" and has_backward_heuristic(request.kernel, request.inv.platform):
             return "the kernel has a heuristic for the backward call"
         # Dry: a forward call that does not run is neither tuned nor recorded as a miss.

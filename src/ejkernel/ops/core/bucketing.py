@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -15,6 +15,13 @@ from ejkernel.ops.utils.values.signature import abstract, is_array
 
 StandIn = tuple[CallSpec, list[jax.ShapeDtypeStruct]]
 Retake = Callable[[tuple[Any, ...], dict[str, Any]], StandIn]
+
+
+class Bucket(NamedTuple):
+    """The arguments of a call, and those that represent its bucket."""
+
+    own: StandIn
+    found: StandIn
 
 
 def bucketed(array: object, *axes: int, least: int = 1) -> Any:
@@ -95,16 +102,12 @@ def checked_stand_in(op_id: str, answer: Any, own: StandIn, retake: Retake) -> S
     ]
 
 
-def check_idempotent(op_id: str, own: StandIn, found: StandIn, again: StandIn) -> None:
-    """Raise a `KernelError` if `found`, which represents `own`, is itself represented by other arguments, `again`.
-
-    Tuning would save under another key.
-    """
-    if again != found:
-        raise KernelError(
-            f"{op_id}: bucket must be idempotent, but it returned {_shown(found)} for {_shown(own)}, and "
-            f"{_shown(again)} for its own result."
-        )
+def not_idempotent(op_id: str, bucket: Bucket, again: StandIn) -> KernelError:
+    """Return the error of a bucket that is itself represented by other arguments: tuning would use another key."""
+    return KernelError(
+        f"{op_id}: bucket must be idempotent, but it returned {_shown(bucket.found)} for {_shown(bucket.own)}, and "
+        f"{_shown(again)} for its own result."
+    )
 
 
 def _shown(stand_in: StandIn) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Final, Generic
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.core.bucketing import StandIn, check_idempotent, checked_stand_in
+from ejkernel.ops.core.bucketing import Bucket, StandIn, checked_stand_in, not_idempotent
 from ejkernel.ops.core.callspec import take_apart, without_defaults
 from ejkernel.ops.core.hooks import PLATFORMS, Computation, hook, overrides
 from ejkernel.ops.core.transformations.batching import Level, Vmapped, unbatched
@@ -23,7 +23,7 @@ from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import ArgumentError, NoConfigError, UnstableKeyError, UnsupportedError
 from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint, sharding_fingerprint
-from ejkernel.ops.utils.validation import asked, check_argument
+from ejkernel.ops.utils.validation import asked, check_argument, is_call
 from ejkernel.ops.utils.values.signature import (
     HasType,
     abstract,
@@ -78,10 +78,12 @@ class Invocation(Generic[Cfg, Out]):
     stamp: bool = True
     method: str | None = None
     device: str = ""
-    precision: str | None = dataclasses.field(default_factory=lambda: _setting("default_matmul_precision"))
+    precision: str | None = dataclasses.field(
+        default_factory=lambda: compat.numerics_in_force().default_matmul_precision
+    )
     x64: bool = dataclasses.field(default_factory=lambda: compat.numerics_in_force().enable_x64)
-    prng: str = dataclasses.field(default_factory=lambda: _setting("default_prng_impl"))
-    promotion: str = dataclasses.field(default_factory=lambda: _setting("numpy_dtype_promotion"))
+    prng: str = dataclasses.field(default_factory=lambda: compat.numerics_in_force().default_prng_impl)
+    promotion: str = dataclasses.field(default_factory=lambda: compat.numerics_in_force().numpy_dtype_promotion.value)
     span: compat.Span | None = dataclasses.field(default=None, repr=False)
     array_types: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(default=(), repr=False)
     _node: Node | None = dataclasses.field(default=None, repr=False)
@@ -176,12 +178,13 @@ class Invocation(Generic[Cfg, Out]):
         # Most kernels have no buckets: return early instead of splitting the call for nothing.
         if self.kernel is None or not overrides(self.kernel, "bucket"):
             return self
-        own = self._taken_apart(self.args, dict(self.kwargs))
-        found = self._bucket(own)
-        if found is own:
+        bucket = self._bucket()
+        if bucket is None:
             return self
-        inv = self._represented_by(found)
-        check_idempotent(self.op_id, own, found, inv._bucket(found))
+        inv = self._represented_by(bucket.found)
+        again = inv._bucket()
+        if again is not None:
+            raise not_idempotent(self.op_id, bucket, again.found)
         return inv
 
     def _taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn:
@@ -189,9 +192,15 @@ class Invocation(Generic[Cfg, Out]):
         spec, arrays = take_apart(self.kernel, args, kwargs, self.method)
         return spec, [abstract(array) for array in arrays]
 
-    def _bucket(self, own: StandIn) -> StandIn:
+    def _bucket(self) -> Bucket | None:
+        """Return the call's arguments and those that represent its bucket; `None` if they are the same."""
         bucket = getattr(self.kernel, "bucket")  # noqa: B009 - a hook of `Kernel`
-        return checked_stand_in(self.op_id, asked(f"{self.op_id}: bucket", bucket, self), own, self._taken_apart)
+        answer: Any = asked(f"{self.op_id}: bucket", bucket, self)
+        if is_call(answer) and answer[0] is self.args and answer[1] is self.kwargs:
+            return None
+        own = self._taken_apart(self.args, dict(self.kwargs))
+        found = checked_stand_in(self.op_id, answer, own, self._taken_apart)
+        return None if found is own else Bucket(own, found)
 
     def _represented_by(self, stand_in: StandIn) -> Invocation[Cfg, Out]:
         spec, types = stand_in
@@ -336,11 +345,6 @@ class Invocation(Generic[Cfg, Out]):
 
 def _step(kind: str, *rest: object) -> list[Any]:
     return [kind, *[item if isinstance(item, int | list) else str(item) for item in rest]]  # symbolic sizes as text
-
-
-def _setting(name: str) -> Any:
-    value: Any = getattr(compat.numerics_in_force(), name)
-    return getattr(value, "value", value)  # some versions of JAX have enums
 
 
 def _bytes_of(array: HasType) -> int:

@@ -118,7 +118,8 @@ class Kernel(Computation[Cfg, Out]):
 
         Returns:
             Positional and keyword arguments, with `jax.ShapeDtypeStruct` for arrays; see `bucketed`. Static keyword
-            arguments may be omitted. The hook must be idempotent: these arguments represent themselves.
+            arguments may be omitted. `inv.args, inv.kwargs` is the call itself. The hook must be idempotent: these
+            arguments represent themselves.
         """
         return inv.abstract_args, inv.abstract_kwargs
 

@@ -217,7 +217,7 @@ def _traced_as_it_is(call: Call, avals: Sequence[HasType]) -> Types:
 
     choice = Choice(platform=platform, config_for_types=pick, as_call=as_call, trees=types.trees)
     # Use the platform of this process, even for a call inside a kernel being lowered for another platform.
-    with compat.not_lowering(), compat.noting_answers(types.answers):
+    with compat.not_lowering(types.answers):
         jaxpr = compat.traced(call.node.flat(choice), avals)
     # JAX transforms only the arguments of a call: a closed-over tracer would lose its gradient and batch axis.
     foreign = [jax.typeof(const) for const in jaxpr.consts if isinstance(const, jax.core.Tracer)]
@@ -271,9 +271,11 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
         if call.extent is Extent.LOCAL:
             with compat.on_one_device():
                 return _lower_here(compat.without_frames(ctx), *values, call=call, platform=platforms[0])
+        is_explicit = call.extent is Extent.WHOLE and compat.explicit_mesh(ctx.avals_in) is not None
+        if not is_explicit and not compat.is_partitioned():
+            return _lower_here(ctx, *values, call=call, platform=platforms[0])
         digest = functools.partial(call.host.digest_of, call, platforms[0], ctx.avals_in)
         splitting = SplitCall(call.node, call.extent, functools.partial(_bind_shard, call), digest)
-        is_explicit = call.extent is Extent.WHOLE and compat.explicit_mesh(ctx.avals_in) is not None
         gathered = is_explicit and types_of(call, ctx.avals_in).gathered
         out = lower_split(ctx, values, splitting, gathered=gathered)
         try:

@@ -51,7 +51,11 @@ class Preparation:
         return cls(aim=aim, folder=None if output is None else Path(output))
 
     def run(
-        self, sets: Sequence[Sequence[SharedCall]], cache: PersistentCache | None, configs: Collection[Any] | None
+        self,
+        sets: Sequence[Sequence[SharedCall]],
+        cache: PersistentCache | None,
+        configs: Collection[Any] | None = None,
+        **options: Any,
     ) -> PreparedCalls:
         """Estimate or compile the candidates of calls.
 
@@ -59,10 +63,11 @@ class Preparation:
             sets: The calls, for the device; those of a set share a configuration.
             cache: Its folder takes the estimates, if there is one.
             configs: Candidates beside the heuristic; those of the kernels by default.
+            **options: Of `compile_bundle` or `estimate_calls`: `processes`, by default one per core, and `progress`.
         """
         calls = [call.inv for each in sets for call in each]
         candidates = shared_candidates(sets, self.aim) if configs is None else _always(configs)
-        options: dict[str, Any] = {"candidates": candidates, "processes": default_width()}
+        options = {"candidates": candidates, "processes": default_width(), **options}
         if self.folder is not None:
             bundled = compile_bundle(calls, self.aim, self.folder, **options)
             return PreparedCalls(device=self.aim.fingerprint, bundled=tuple(bundled), folder=self.folder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Consumer warpgroups of the backward kernels whose blocks own keys; see `BackwardParams.division`.
+"""Consumer warpgroups of the backward kernels with blocks that own keys; see `BackwardParams.division`.
 
 Source: the five products, with recomputed probabilities, are those of FlashAttention-2, Dao, arXiv:2307.08691.
 """

@@ -330,7 +330,7 @@ class KeyBlockKernel:
             step: The step.
             tile: The tile.
             mask: The words of the mask, loaded before.
-            warpgroup: The warpgroup, by which the bias is divided.
+            warpgroup: The warpgroup; the bias is divided by warpgroups.
         """
         shift = None
         if not self.problem.shift_in_scores:

@@ -29,7 +29,7 @@ class BackwardProblem(AttentionSizes):
         key_lengths: Whether examples have key lengths.
         mask: Whether a boolean mask is given.
         bias: The first two sizes of the bias; `None` without one.
-        bias_dtype: The dtype in which the bias is loaded.
+        bias_dtype: The dtype of the loaded bias.
         bias_whole: Whether the bias has one element per score, in `dtype`: no element of its gradient is a sum.
         pieced: As in `ForwardPlan`, of query, key, value and their gradients.
         raised: Exponent of the power of two that multiplies the weights before they are rounded to `dtype`; the stored
@@ -156,7 +156,7 @@ def dquery_columns(problem: BackwardProblem, params: BackwardParams) -> tuple[in
 
 
 def bias_in_tiles(problem: BackwardProblem, params: BackwardParams) -> bool:
-    """Return whether a bias and its gradient are copied in whole tiles, to which they are padded.
+    """Return whether a bias and its gradient are padded to whole tiles and copied by them.
 
     Otherwise 64 keys of 16 bits, one swizzle wide, are copied at any row.
     """

@@ -176,7 +176,7 @@ def _parts(problem: BackwardProblem) -> tuple[int, ...]:
 
 
 def _enough_parts(problem: BackwardProblem, params: BackwardParams) -> int:
-    """Return the fewest parts that fill the chip; of blocks of equal work, those whose last round is nearly full."""
+    """Return the fewest parts that fill the chip; of blocks of equal work, those with a nearly full last round."""
     blocks, rules = _key_blocks(problem, params), problem.rules
     if rules.left is None and rules.right is not None and not (problem.key_lengths or problem.segments):
         return min(

@@ -129,7 +129,7 @@ class ForwardKernel:
         extras += (inputs.key_bias is not None) + (inputs.key_segments is not None)
         query_pieces, value_pieces = len(self.plan.head_columns), len(self.plan.value_columns)
         return ForwardBarriers(
-            # Each consumer has stages of its own, and starts its part of a tile before the others.
+            # Each consumer has its own stages, and starts its part of a tile before the others.
             query=Pipeline.types(self.params.query_buffers * consumers, consumers=1, copies=query_pieces),
             key=Pipeline.types(stages, consumers=consumers, copies=query_pieces),
             value=Pipeline.types(stages, consumers=consumers, copies=value_pieces),

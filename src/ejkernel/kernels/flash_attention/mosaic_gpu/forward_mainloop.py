@@ -91,7 +91,7 @@ class ForwardConsumer:
         return state.step
 
     def skip(self, step: Any) -> Any:
-        """Skip a tile whose rows of this warpgroup are past the last query; return the step after the last block's."""
+        """Skip a tile if its rows of this warpgroup are past the last query; return the step after the last block's."""
         barriers, blocks = self.barriers, self.tile.blocks
         barriers.query.consumer_wait(self.part.slot)
         self._release_previous_queries()
@@ -412,7 +412,7 @@ class ForwardConsumer:
         start = self._first_key(block)
         key = plgpu.broadcasted_iota(jnp.int32, self.square, 1, layout=_LAYOUT)
         row = plgpu.broadcasted_iota(jnp.int32, self.square, 0, layout=_LAYOUT)
-        # Added to the rows, of which a thread has two, so that the numbers of its many keys are constants.
+        # Added to the rows; a thread has two, so that the numbers of its many keys are constants.
         row = row + (self.part.row + (self.plan.keys - self.plan.queries) - start)
         conditions = within_window(self.plan.rules, row, key)
         if self.plan.key_lengths:

@@ -163,7 +163,7 @@ def _evens_out(plan: ForwardPlan) -> bool:
 
 def _preferred_with_bias(call: AttentionCall) -> ForwardParams:
     """Return good parameters with a bias: the size of tiles that takes the fewest rounds of these times."""
-    # The times of tiles of 45 biased calls at head_dim 16 to 64, of which the rule mispredicts none by more than 5 %.
+    # The times of tiles of 45 biased calls at head_dim 16 to 64, and the rule mispredicts none by more than 5 %.
     dim, params = call.query[3], ForwardParams(persistent=True, query_buffers=2)
     times = {3: 1.0, 2: 0.8 if dim < 64 else 0.76, 1: 0.5} if dim <= 64 else {2: 0.77, 1: 0.5}
     sizes = [

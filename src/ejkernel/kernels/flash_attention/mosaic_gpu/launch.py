@@ -319,7 +319,7 @@ def _empty_bias(
 
 
 def _padded_lengths(params: BackwardParams) -> tuple[int, int]:
-    """Return the multiples to which queries and keys are padded: whole blocks of both kernels of the split form."""
+    """Return the multiples for the padding of queries and keys: whole blocks of both kernels of the split form."""
     return math.lcm(params.q_block, 64 * params.q_warpgroups or 1), math.lcm(params.keys, params.kv_block or 1)
 
 

@@ -77,11 +77,11 @@ class BackwardParams(NamedFields):
     """Launch parameters of the backward.
 
     A block of threads of the first kernel owns some keys and walks over the queries that see them. In the split form a
-    second kernel, whose blocks own queries, recomputes the scores for the gradient of the queries.
+    second kernel, with blocks that own queries, recomputes the scores for the gradient of the queries.
 
     Attributes:
         form: `fused`: the first kernel adds the query's gradient to float32 memory, in nondeterministic order; `split`:
-            two kernels, whose results repeat bit by bit; `unfused`, for wide heads alone: a kernel writes the weights
+            two kernels, with reproducible results; `unfused`, for wide heads alone: a kernel writes the weights
             and the scores' gradient to memory, and XLA multiplies them.
         division: `keys`: each consumer owns 64 keys and computes all their products; `products`: for the same 64 keys,
             one consumer computes the probabilities and the value's gradient, the other the scores' gradient and the

@@ -40,7 +40,7 @@ def unavailable(call: AttentionCall) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSizes:
-    """What forward and backward have in common.
+    """The common part of forward and backward.
 
     Attributes:
         batch, heads, groups: As in `Operands`.

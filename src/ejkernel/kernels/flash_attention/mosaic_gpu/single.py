@@ -21,7 +21,7 @@ from .params import BackwardParams, ForwardParams
 
 _LARGEST = 65504.0  # of float16
 _ROOM = 2.0**14
-# A cotangent whose sums over all rows fit in float16 leaves few digits to one row's weights and gradients of scores.
+# If a cotangent's sums over all rows fit in float16, one row's weights and gradients of scores have few digits left.
 _RAISED = 8
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The range of blocks that each tile visits, and the part of that range that needs no mask.
 
-A forward tile visits one range of key blocks. Inside it lies a range of unmasked blocks, in which every row of the tile
-sees every key; all other blocks are masked. With a window alone the kernel computes the ranges; segments and masks are
-read before the kernel runs, and make a table. Blocks outside the range hide every key. Blocks inside it may hide every
-key too: masking makes them correct, only slower.
+A forward tile visits one range of key blocks. Inside it lies a range of unmasked blocks: every row of the tile sees
+every key of these; all other blocks are masked. With a window alone the kernel computes the ranges; segments and masks
+are read before the kernel runs, and make a table. Blocks outside the range hide every key. Blocks inside it may hide
+every key too: masking makes them correct, only slower.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def _segment_pairs(queries: Any, keys: Any) -> tuple[Array, Array]:
     """
     least, most = queries.min(axis=2)[:, :, None, None], queries.max(axis=2)[:, :, None, None]
     ends = queries[:, :, :1], queries[:, :, -1:]
-    # Exact for tiles with at most two segments. Other tiles may see any key whose id lies within their range of ids.
+    # Exact for tiles with at most two segments. Other tiles may see any key with an id within their range of ids.
     many = ~((queries == ends[0]) | (queries == ends[1])).all(axis=2)[:, :, None, None]
     ids = keys[:, None]
     own = (ids == ends[0][..., None]) | (ids == ends[1][..., None]) | (many & (least <= ids) & (ids <= most))

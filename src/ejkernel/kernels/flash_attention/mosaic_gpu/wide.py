@@ -35,7 +35,7 @@ from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Gradients, Op
 from .params import BackwardParams, ForwardParams
 from .wide_support import WidePlan, examples_at_once, plan_of
 
-STATISTICS, WEIGHTS, GRADIENTS = "statistics", "weights", "gradients"  # what a launch stores
+STATISTICS, WEIGHTS, GRADIENTS = "statistics", "weights", "gradients"  # the results that a launch stores
 _TILE_ROWS = ROWS * WARPGROUPS
 
 

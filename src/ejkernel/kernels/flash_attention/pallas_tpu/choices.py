@@ -64,7 +64,7 @@ def params_fault(call: AttentionCall, params: ForwardParams | BackwardParams) ->
 def doubt(call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
     """See `Implementation`: `None` if the kernels surely fit in the chip's vector memory."""
     need = needed(call, params)
-    # heads whose arrays fill more than three quarters are streamed, in larger blocks
+    # heads with arrays that fill more than three quarters are streamed, in larger blocks
     return need.fault(memory_of(call) * 3 // 4) or need.doubt(untuned_of(call))
 
 
@@ -174,7 +174,7 @@ def _large(call: AttentionCall) -> Iterator[Any]:
 
 
 def _launched(call: AttentionCall, params: Any) -> Any:
-    """Return what distinguishes the kernels that parameters launch, after blocks are fitted to the lengths."""
+    """Return the differences between the kernels that parameters launch, after blocks are fitted to the lengths."""
     lengths = Lengths(call.query[1], call.key[1])
     if isinstance(params, ForwardParams):
         return _own(forward_plan(lengths, call.rules, params)[1]), params.sum_by_product
@@ -183,6 +183,6 @@ def _launched(call: AttentionCall, params: Any) -> Any:
 
 
 def _own(plan: Any) -> Any:
-    """Return a plan without what has no effect: one chunk is not unrolled."""
+    """Return a plan without parts that have no effect: one chunk is not unrolled."""
     unroll = min(plan.unroll, plan.columns // plan.chunk)
     return dataclasses.replace(plan, unroll=unroll)

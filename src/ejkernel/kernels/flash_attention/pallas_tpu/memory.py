@@ -5,7 +5,7 @@ The compiler allocates two buffers of each window, the scratch arrays, and the r
 last follow from the shapes; a line, such as the log-sum-exp of a block, has no padding. If all tiles of a block are one
 basic block, scratch arrays may become registers.
 
-Spilled registers hold intermediate values of one basic block, in which operations on whole tiles follow each other: the
+Spilled registers hold intermediate values of one basic block of consecutive operations on whole tiles: the
 float32 scores of a tile are alive until their maximum, or the product of cotangent and value, is known, and the results
 of products until they are added to the sums. Segment ids put a branch around each tile. Otherwise the chunks that are
 unrolled are one basic block, and the strips at the edges another. How many values are alive depends on the compiler's

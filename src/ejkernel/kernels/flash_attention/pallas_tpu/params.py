@@ -24,7 +24,7 @@ class ForwardParams(NamedFields):
         chunk: Keys per step of the loop.
         unroll: Chunks in one basic block; the compiler overlaps instructions only inside of one.
         rows: Queries per tile of a chunk; tiles are independent, so that one's softmax overlaps another's products.
-        strip: Queries per tile at the edges of the visible keys, whose tiles end at the edge.
+        strip: Queries per tile at the edges of the visible keys, with tiles that end at the edge.
         resident: Keys in vector memory at once; `None`: all keys of a head.
         sum_by_product: Whether a column of ones in the value gives the sum of the weights. It costs nothing where the
             matrix unit is wider than the value.
@@ -48,8 +48,8 @@ class BackwardParams(NamedFields):
     """Launch parameters of the backward; blocks are multiples of 128, and shorter sequences have shorter blocks.
 
     A grid step of the first kernel owns `block_kv` keys of a head and loops over the queries in vector memory. In the
-    fused form it also computes the gradient of the queries; otherwise a second kernel, whose grid steps own queries,
-    computes the logits again.
+    fused form it also computes the gradient of the queries; otherwise a second kernel, with grid steps that own
+    queries, computes the logits again.
 
     Attributes:
         block_kv: Keys per grid step.

@@ -130,7 +130,7 @@ class _Loop(NamedTuple):
         return self.place[0] * self.plan.block + self.sight.offset
 
     def chunks(self) -> None:
-        """Compute whole chunks, masked at the edges of what is visible."""
+        """Compute whole chunks, masked at the edges of the visible part."""
         lo, a, b, hi = visible_chunks(self.sight, self.position, self.plan)
         if self.sight.before is not None:
             self._each(lo, a, masked=True)
@@ -310,7 +310,7 @@ def _masked(scores: Any, sight: Sight, distance: Any, first: int) -> Any:
 
 
 def _strips(sight: Sight, plan: Plan) -> _Strips | None:
-    """Return tiles whose rows end at the edges of the visible columns; `None` if whole chunks are computed instead.
+    """Return tiles with rows that end at the edges of the visible columns; `None` if whole chunks are computed instead.
 
     With one edge, such as the diagonal of causal attention, the tiles reach from the last whole chunk to the edge; with
     two, from edge to edge.

@@ -30,7 +30,7 @@ MANY_TILES = 16384
 
 
 class _Grouped(Implementation[GroupedMatmulCall]):
-    """What the product and the weight gradient have in common."""
+    """The common part of the product and the weight gradient."""
 
     name = "mosaic_gpu"
     most_waste = math.inf  # of tiles of 256 columns, where those of 192 waste nothing

@@ -4,7 +4,7 @@
 Tiles of rows start at the first row of their group. If the plan has short tiles, and at most half a tile of rows
 remains, they are one, which one consumer computes in about two thirds of the time. The last tile of a group is shifted
 up so that it ends with the group: some rows are computed twice, with the same bits. Only groups smaller than a tile are
-stored in pieces, whose heights are powers of two. The tile scheduler runs in every thread: it walks over the group
+stored in pieces, with powers of two as heights. The tile scheduler runs in every thread: it walks over the group
 sizes as it takes tiles, so nothing has to run before the kernel.
 
 Producer and consumers visit the same tiles and steps in the same order, for any group sizes, so they cannot deadlock.
@@ -284,6 +284,8 @@ class ProductKernel:
                 matrix = buffer.transpose((1, 0)) if plan.transpose_rhs else buffer
                 plgpu.wgmma(accumulator, self.lhs_tiles.at[stage, warpgroup], matrix)
 
+        # Without it, stage numbers of gated products are moved to uniform registers between products.
+        step = self.backend.uniform(step)
         multiply_stages(self.pipeline, step, plan.steps, multiply, products=plan.products)
 
     # Epilogue.

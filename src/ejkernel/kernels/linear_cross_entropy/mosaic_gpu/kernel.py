@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel: a product whose epilogue turns a tile of logits into statistics, exponentials, or a gradient.
+"""The kernel: a product with an epilogue that turns a tile of logits into statistics, exponentials, or a gradient.
 
 Producer and consumers visit the same tiles and steps in the same order, so they cannot deadlock. Blocks of a cluster
 have neighbouring tiles of one column; each copies its share of the weight to all of them.

@@ -39,7 +39,7 @@ _LOG2E = 1.4426950408889634
 
 
 class Exponentials(NamedTuple):
-    """Exponentials of logits, from which a number per row was subtracted so that none overflows.
+    """Exponentials of logits minus a number per row, so that none overflows.
 
     Attributes:
         total: Their sum per row.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel that adds a product to a sum in place: `total += left.T @ right`.
 
-XLA's choice for a product and a sum depends on what its autotuner measures. Some of its kernels need a second array for
-the sum. This one adds in the L2 cache, with stores that overlap with the next tile's products.
+XLA's choice for a product and a sum depends on its autotuner's measurements. Some of its kernels need a second array
+for the sum. This one adds in the L2 cache, with stores that overlap with the next tile's products.
 
 Producer and consumers visit the same tiles and steps in the same order, so they cannot deadlock.
 """

@@ -140,11 +140,11 @@ def _choices(call: LinearCrossEntropyCall) -> list[MosaicGpuParams]:
 
 
 def _few_chunks(call: LinearCrossEntropyCall) -> MosaicGpuParams:
-    """Return the fewest chunks of rows whose logits are not many."""
+    """Return the fewest chunks of rows with few logits each."""
     logits = 2 * call.tokens * padded_columns(call.columns)
     if logits <= _LOGITS_BYTES:
         return MosaicGpuParams()
-    # A sum in bfloat16 takes no memory of its own. Both products and their sum are rounded, which two chunks allow.
+    # A sum in bfloat16 takes no extra memory. Both products and their sum are rounded, which two chunks allow.
     halves = MosaicGpuParams(chunk=padded(-(-call.tokens // 2), TILE_ROWS), accumulation_dtype="bfloat16")
     if logits <= 2 * _LOGITS_BYTES and _sum_dtype(call, halves) == "bfloat16":
         return halves
@@ -164,7 +164,7 @@ def _longer(call: LinearCrossEntropyCall) -> list[MosaicGpuParams]:
 
 
 def space(call: LinearCrossEntropyCall) -> ConfigSpace[MosaicGpuParams] | list[MosaicGpuParams]:
-    """Return the search space: tiles, and chunks whose temporary arrays fit within the memory limit."""
+    """Return the search space: tiles, and chunks with temporary arrays that fit within the memory limit."""
     if not is_known(call.tokens, call.inner, call.columns):
         return [heuristic(call)]
     first = heuristic(call)

@@ -332,7 +332,7 @@ def run_sums(plan: LaunchPlan, given: SumInputs, interpret: Any = None) -> None:
     launch(
         lambda given, results, memory: kernel.run(given, memory),
         given,
-        [jax.ShapeDtypeStruct((1,), jnp.int32)],  # a kernel needs a result of its own
+        [jax.ShapeDtypeStruct((1,), jnp.int32)],  # a kernel needs its own result
         name="paged_attention_sums",
         programs=plan.programs,
         memory=piece_types(kernel.backend, (plan.pieces, plan.rows), plan.dtype),

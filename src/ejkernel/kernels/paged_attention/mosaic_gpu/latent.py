@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent attention: all query heads of a token share one key head, whose first columns are the values.
+"""Latent attention: all query heads of a token share one key head with the values as its first columns.
 
 The rows of both products are query heads. Two consumer warpgroups take blocks of keys in turn, each with a stage of its
 own: a warpgroup computes the scores and weights of its block, and both multiply all weights with their half of the
@@ -359,7 +359,7 @@ class _Kernel:
 
 
 def _once(pipeline: Any, used: Any) -> Any:
-    """Return a step that waits for a stage if it was used, for pipelines whose stages are used independently."""
+    """Return a step that waits for a stage if it was used, for pipelines with stages that are used independently."""
     return jnp.where(used > 0, pipeline.stages, 0)
 
 
@@ -381,7 +381,7 @@ def run_sums(plan: LatentPlan, given: SumInputs, interpret: Any = None) -> None:
     launch(
         lambda given, results, memory: _Sums(plan, given, backend, memory, pieces).run(),
         given,
-        [jax.ShapeDtypeStruct((1,), jnp.int32)],  # a kernel needs a result of its own
+        [jax.ShapeDtypeStruct((1,), jnp.int32)],  # a kernel needs its own result
         name="latent_attention_sums",
         programs=plan.programs * pieces,
         memory=tiled((ROWS, _WIDTH), plan.dtype),

@@ -41,7 +41,7 @@ class Buffers(NamedTuple):
     """Shared memory; the values of queries and keys are in two halves of their columns.
 
     Attributes:
-        q: `[2, ROWS, half]`; also stages the output, of which each warpgroup has one half of the columns.
+        q: `[2, ROWS, half]`; also stages the output; each warpgroup has one half of its columns.
         q_rest: `[1, ROWS, REST]`.
         values: `[stages, 2, BLOCK, half]`.
         rest: `[stages, BLOCK, REST]`: the other columns of the keys, and afterwards the weights `[ROWS, BLOCK]`.
@@ -99,7 +99,7 @@ class Barriers(NamedTuple):
 
 
 def group_work(plan: LatentPlan, programs: Any, group: Any) -> Work:
-    """Return the work of a group: that of consecutive programs, of which the last ones may be idle."""
+    """Return the work of a group: that of consecutive programs; the last ones may be idle."""
     rows = [jnp.minimum(group * plan.group_shares + i, plan.shares - 1) for i in range(plan.group_shares)]
     last_items = [number(programs, row, Share.LAST_ITEM) for row in rows]
     last = functools.reduce(jnp.maximum, last_items)

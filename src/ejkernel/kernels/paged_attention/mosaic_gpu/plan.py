@@ -64,7 +64,7 @@ class LaunchPlan:
     Attributes:
         tokens, heads, kv_heads: Sizes of the queries and the cache.
         head_dim: Columns of queries and output. With 8 bits, the two halves of a row of the cache have 128 columns at
-            least; a smaller head is computed as one of 128 whose keys and values are the whole row.
+            least; a smaller head is computed as a head of 128 with the whole row as keys and values.
         row: Columns of a row of the cache.
         pages, page_size, columns: Sizes of the cache and the page table.
         tile_tokens: Query tokens of a tile.

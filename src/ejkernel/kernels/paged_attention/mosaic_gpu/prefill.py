@@ -92,7 +92,7 @@ def run(plan: PrefillPlan, inputs: PrefillInputs, interpret: Any = None) -> Any:
     (found,) = launch(
         kernel.run,
         inputs,
-        [lse if plan.return_lse else like((1,), jnp.int32)],  # a kernel needs a result of its own
+        [lse if plan.return_lse else like((1,), jnp.int32)],  # a kernel needs its own result
         name="paged_attention_prefill",
         programs=plan.programs,
         memory=(kernel.buffer_types(inputs), kernel.barrier_types(inputs)),

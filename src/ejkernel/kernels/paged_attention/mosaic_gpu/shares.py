@@ -45,7 +45,7 @@ class Shares(NamedTuple):
 
     Attributes:
         shape: Shape of a share.
-        axis: The axis of a share whose elements have one softmax each.
+        axis: The axis of a share with one softmax for each element.
         together: Shares that are loaded at once.
         load: Returns a share by its index in `SumInputs.shares`.
         load_lse: Returns its log-sum-exp.

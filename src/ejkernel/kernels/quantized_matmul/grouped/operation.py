@@ -3,7 +3,7 @@
 
 The contract of an implementation. It sees `lhs [m, k]`, `rhs [groups, k, n]` or `[groups, n, k]`, the groups, both
 operands' scales or `None`, and factors of rows if the call has them. Scales are as in `quantized_matmul`. Rows outside
-all groups are zero, whatever they contain. Sums are float32 unless `call.fast`.
+all groups become zero for any content. Sums are float32 unless `call.fast`.
 
 The gradient of an operand without scales is a call of this operation or of `grouped_matmul_wgrad`.
 """
@@ -57,7 +57,7 @@ class QuantizedGroupedMatmulConfig(OperationConfig):
     Attributes:
         implementation: Name of the implementation.
         fwd: Its parameters; `None`: its heuristic's.
-        bwd: Not used, because gradients are other calls with configurations of their own; `None`, or parameters of the
+        bwd: Not used, because gradients are other calls with their own configurations; `None`, or parameters of the
             implementation's backward.
     """
 

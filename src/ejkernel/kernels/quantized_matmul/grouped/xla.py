@@ -32,7 +32,7 @@ class XlaGroupedParams(NamedFields):
 
     Attributes:
         block_rows: Rows per step, or `None` for one `jax.lax.ragged_dot_general`; see `grouped_matmul`.
-        products: Dtype in which operands are multiplied: `float32`, or `bfloat16`, which holds every 8-bit number.
+        products: Dtype of the multiplied operands: `float32`, or `bfloat16`, which holds every 8-bit number.
     """
 
     block_rows: int | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels whose result is an activation, or a gated activation: wide, or in 8 bits by blocks of 128 columns.
+"""The kernels with an activation as their result, or a gated activation: wide, or in 8 bits by blocks of 128 columns.
 
 A tile's columns are whole blocks of the result. With a gate, the product and the gate's product take turns with one
 accumulator. For a result in 8 bits, the epilogue finds a row's largest magnitude in four neighbouring threads.

@@ -86,5 +86,5 @@ class MosaicGpuActivation(QuantizedProduct[QuantizedGroupedActivationCall]):
         return tuple(found) if call.values is not None else found[0], ()
 
     def _widths(self, call: QuantizedGroupedActivationCall) -> tuple[int, ...]:
-        """Return the widths of tiles: whole blocks of the result, whose sums fit in registers."""
+        """Return the widths of tiles: whole blocks of the result, with sums that fit in registers."""
         return (BLOCK,) if call.gated or not call.as_dense.scales_outside else (BLOCK, 2 * BLOCK)

@@ -143,7 +143,7 @@ class BlocksKernel(ScaledSums, QuantizedKernel):
     """The program of one block of threads.
 
     Scales of rows and of 128x128 blocks are read as they are stored, along `k`: a copy brings those of four steps, the
-    least that a copy takes. They have a ring of their own.
+    least that a copy takes. They have their own ring.
     """
 
     plan: QuantizedPlan

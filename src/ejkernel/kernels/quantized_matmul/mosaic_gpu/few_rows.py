@@ -52,7 +52,7 @@ class _Tile(NamedTuple):
 
     Attributes:
         column: Its first column.
-        split: The split whose steps the block computes.
+        split: The split with the block's steps.
         first: The number of its first step in this block.
         steps: How many steps the block computes.
     """
@@ -66,7 +66,7 @@ class _Tile(NamedTuple):
 def multiply(plan: FewRowsPlan, *arrays: jax.Array, interpret: Any = None) -> jax.Array:
     """Run the kernel on `x [m, k]`, `w [n, k]`, factors of rows, and factors of columns.
 
-    Rows of 16 bits have the even columns of each step before the odd ones.
+    Rows of 16 bits have, in each step, the first two of four columns before the last two.
     """
     kernel = (WideRowsKernel if plan.wide else FewRowsKernel)(plan, backend_for(interpret))
     [out] = launch(
@@ -239,8 +239,8 @@ class WideRowsKernel(FewRowsKernel):
     """`FewRowsKernel` for rows of 16 bits: consumers widen the matrix in registers and compute the transpose.
 
     The matrix is read in pairs of numbers, which are widened where products read them, without an exchange between
-    threads. So the first numbers of a step's pairs are multiplied apart from the second ones, and rows are given in
-    that order.
+    threads. So the numbers of a step's even pairs are multiplied apart from those of the odd ones, and rows are given
+    in that order.
     """
 
     def memory_types(self) -> _Memory:
@@ -267,7 +267,7 @@ class WideRowsKernel(FewRowsKernel):
             stage = self.pipeline.stage(tile.first + i)
             self.pipeline.consumer_wait(stage)
             pairs = self.backend.load_pairs(self.pairs, self._number(stage, warpgroup), pl.ds(0, HALF))
-            halves = self.backend.widened_pairs(pairs, plan.w_dtype, plan.dtype)
+            halves = self.backend.widened_in_order(pairs, plan.w_dtype, plan.dtype)
             [found] = self.backend.accumulate(functools.partial(self._multiply_halves, stage, halves), sums)
             self.pipeline.consumer_release(stage)
             return found

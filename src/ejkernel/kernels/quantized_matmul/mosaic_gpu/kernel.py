@@ -34,7 +34,7 @@ class QuantizedMemory(NamedTuple):
         x_scale: Scales of the left operand's rows, with `QuantizedPlan.row_scales` as shape, if each row has several
             blocks along `k`; else `None`.
         w_scale: Scales of the right operand's columns, or of blocks of columns; `QuantizedPlan.column_scales` as shape.
-        out_scale: Scales of the result's rows, per consumer warpgroup, for tiles in which a group ends; `None` or
+        out_scale: Scales of the result's rows, per consumer warpgroup, for tiles that end a group; `None` or
             empty if the result has no scales.
     """
 

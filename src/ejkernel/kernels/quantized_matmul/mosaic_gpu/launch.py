@@ -25,6 +25,7 @@ from .plan import (
     FEW_ROWS,
     HALF,
     ROW_TILE,
+    FewRowsPlan,
     MosaicGpuParams,
     QuantizedPlan,
     activated_plan,
@@ -80,13 +81,13 @@ def _few_rows(
     with jax.enable_x64(False):  # the kernel counts in int32
         columns = call.columns
         if plan.wide:
-            x, of_rows = _fitting(x, plan.dtype)
+            x, of_rows = _fitting(x, plan)
         else:
             of_rows = _factors(x_scale[0], (call.rows,), call.x_block or (), ROWS)
         of_columns = _factors(w_scale, (columns,), call.w_block or (), plan.factors)
         x, w = (_padded(array, (_whole_tiles(len(array)), plan.inner)) for array in (x, w))
         if plan.wide:
-            x = x.reshape(len(x), -1, HALF, 2).swapaxes(2, 3).reshape(x.shape)
+            x = x.reshape(len(x), -1, HALF // 2, 2, 2).swapaxes(2, 3).reshape(x.shape)
         return multiply(plan, x, w, of_rows, of_columns, interpret=interpret)[:, :columns]
 
 
@@ -95,21 +96,21 @@ def _whole_tiles(size: int) -> int:
     return size if size < ROW_TILE else padded(size, ROW_TILE)
 
 
-def _fitting(x: jax.Array, dtype: str) -> tuple[jax.Array, Any]:
-    """Return rows in the dtype of the products, and factors, of which the first are those of the rows.
+def _fitting(x: jax.Array, plan: FewRowsPlan) -> tuple[jax.Array, Any]:
+    """Return rows in the dtype of the products, and factors, those of the rows first.
 
     The factors are powers of two: in float16 a row loses digits only of
     numbers that are 2**28 times smaller than its largest.
     """
-    if x.dtype == dtype:
-        # A constant with a zero at the end: XLA would run a kernel to make an array of ones.
-        return x, (np.arange(2 * ROWS) < len(x)).astype(np.float32)
+    if x.dtype == plan.dtype:
+        # A constant with a zero at the end: XLA would run a kernel to make equal numbers.
+        return x, np.where(np.arange(2 * ROWS) < len(x), plan.divisor, 0).astype(np.float32)
     wide = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=1)
     exponent = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
     power = jnp.maximum(lax.bitcast_convert_type(exponent, jnp.float32), 2.0**-100)
     power = jnp.where(jnp.isfinite(largest), power, 1.0) * 2.0**-14
-    return (wide / power[:, None]).astype(dtype), jnp.pad(power, (0, ROWS - len(x)))
+    return (wide / power[:, None]).astype(plan.dtype), jnp.pad(power, (0, ROWS - len(x)))
 
 
 def grouped_product(

@@ -83,7 +83,7 @@ class QuantizedPlan(ProductPlan):
 
     Attributes:
         w_dtype: Name of the dtype of `w`; `dtype` is that of `x`.
-        promoted: Steps whose products are summed in the tensor core; 0: all of them.
+        promoted: Steps summed in the tensor core; 0: all of them.
         blocks: Whether scales are those of 1x128 blocks of rows; else of whole rows.
         thin: Whether the blocks of `w` are 1x128, too; else 128x128.
         clears: Whether rows outside all groups become zero; else they remain unwritten, and the caller cuts them off.
@@ -299,6 +299,11 @@ class FewRowsPlan:
         return jnp.dtype(self.dtype).itemsize == 2
 
     @property
+    def divisor(self) -> int:
+        """What the widened numbers of the matrix are divided by."""
+        return 64 if self.wide and self.w_dtype == "int8" and self.dtype == "bfloat16" else 1
+
+    @property
     def tile_rows(self) -> int:
         """Rows of a tile: those of an instruction, or its columns if the result is transposed."""
         return padded(self.rows, ROW_TILE) if self.wide else ROWS
@@ -398,7 +403,7 @@ def quantized_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> Quanti
 
 
 def _cluster(rows: int, params: MosaicGpuParams) -> int:
-    """Return the blocks of threads in a cluster: 2 if nearly all of them have rows of their own."""
+    """Return the blocks of threads in a cluster: 2 if nearly all of them have their own rows."""
     tiles = -(-rows // params.block_m)
     return 2 if tiles % 2 == 0 or tiles >= _TILES_FOR_CLUSTERS else 1
 

@@ -20,7 +20,7 @@ class QuantizeCall(OperationCall):
         dtype: Name of the dtype of the matrix.
         values: Name of the dtype of the results.
         transposed: Whether the transpose is quantised, too.
-        groups: Number of groups of rows, each of which begins a block of the transpose; `None` without groups.
+        groups: Number of groups of rows; each begins a block of the transpose; `None` without groups.
         square: Whether the transpose has scales of 128x128 blocks; else of 1x128 blocks.
     """
 

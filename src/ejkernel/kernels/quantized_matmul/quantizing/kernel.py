@@ -192,7 +192,7 @@ def loaded(tile: Any) -> Any:
 
 
 def scale_of(wide: Any, dtype: str) -> Any:
-    """Return the scales with which float32 rows in registers fit in a float8 dtype."""
+    """Return scales that make float32 rows in registers fit in a float8 dtype."""
     return _scale_for(jnp.max(jnp.abs(wide), axis=1), dtype)
 
 

@@ -30,14 +30,12 @@ class Timing:
         oracle: The call, with its inputs.
         warmup: Calls of each candidate before its first sample.
         cold_cache: Whether to measure with cold caches, if possible.
-        stop: Returns whether to end as soon as possible; the samples so far then decide.
         heard: Called with the sampling between two samples.
     """
 
     oracle: Oracle
     warmup: int = 0
     cold_cache: bool = False
-    stop: Callable[[], bool] = lambda: False
     heard: Callable[[Sampling], None] = lambda sampling: None
 
     def measure(
@@ -46,7 +44,7 @@ class Timing:
         sampling: Sampling,
         *,
         heuristic: Candidate | None = None,
-        stop: Callable[[], bool] | None = None,
+        stop: Callable[[], bool] = lambda: False,
     ) -> list[Candidate]:
         """Measure compiled candidates in interleaved rounds; return those with samples, the best first.
 
@@ -56,7 +54,7 @@ class Timing:
             runners: The candidates.
             sampling: Decides which candidates are sampled in each round.
             heuristic: The candidate among them that the others are compared with.
-            stop: Replaces the attribute `stop`.
+            stop: Returns whether to end as soon as possible; the samples so far then decide.
 
         Raises:
             DeviceLostError: The device no longer works in this process.
@@ -77,7 +75,7 @@ class Timing:
 
         def must_stop() -> bool:
             self.heard(sampling)
-            return (stop or self.stop)()
+            return stop()
 
         with oracle.settings.during(*(repr(runner.config) for runner in runners)):
             measurements = interleaved(functions, sampling=sampling, warmup=self.warmup, stop=must_stop, on_error=left)

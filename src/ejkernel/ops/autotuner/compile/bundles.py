@@ -9,7 +9,6 @@ unchecked, so measure only bundles that you trust.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import re
@@ -47,6 +46,7 @@ _MANIFEST = "manifest.json"
 _LARGEST = 16 << 20  # bytes of a manifest; a candidate takes hundreds
 _MOST_ARRAYS = 1 << 16  # that a program takes or returns
 _FILE = re.compile(r"[0-9a-f-]+\.bin")
+_OF_PROGRAM: Final = ("inputs", "outputs", "mosaic", "spilled", "vector_memory")  # fields of `Program` in its row
 
 Candidates = Callable[[Invocation[Any, Any]], Collection[Any]]  # the candidates of a call
 Progress = Callable[[Invocation[Any, Any], int, int], None]  # see `compile_bundle`
@@ -141,7 +141,6 @@ def compile_bundle(
     candidates: Candidates | None = None,
     max_candidates: int = 100,
     processes: int = 0,
-    executor: concurrent.futures.Executor | None = None,
     progress: Progress | None = None,
 ) -> list[BundledCall]:
     """Compile the candidates of calls for a target and write them to a folder. Measures nothing.
@@ -157,7 +156,6 @@ def compile_bundle(
         max_candidates: Number of candidates of a `ConfigSpace` to compile, chosen at random.
         processes: Number of processes that compile, where they can compile for the target; 0: threads of this process,
             which cannot report register spills.
-        executor: Compiles instead of this machine, e.g. on a cluster.
         progress: Called with the call, the number of finished candidates and the number of all candidates.
 
     Raises:
@@ -165,14 +163,14 @@ def compile_bundle(
     """
     processes = processes if target.suits_processes else 0
     # Raise once here instead of for each candidate.
-    target.check(loads_compiler=executor is None and not processes)
+    target.check(loads_compiler=not processes)
     compilers = {"target": target.fingerprint, "jax": jax.__version__, "jaxlib": str(version("jaxlib"))}
     compilers["libtpu"] = str(version("libtpu")) if target.platform == "tpu" else ""
     try:
         with Programs.opened(folder, compilers) as programs, worker_session():
-            how = _How(target, processes, executor, programs)
             aimed = aimed_calls(calls, target, candidates, max_candidates, "compile")
-            written = [_written(inv, configs, _compile_call(inv, configs, how, progress)) for inv, configs in aimed]
+            how = (target, processes, progress, programs)
+            written = [_written(inv, configs, _compile_call(inv, configs, *how)) for inv, configs in aimed]
             write_file(folder / _MANIFEST, sealed_json(_Manifest(schema=SCHEMA, calls=written, **compilers)))
             programs.end({row.file for call in written for row in (*call.candidates, call.reference) if row})
     except OSError as error:
@@ -180,47 +178,29 @@ def compile_bundle(
     return [_bundled(call, folder) for call in written]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _How:
-    """The target, the processes or executor that compile for it, and the files of the programs."""
-
-    target: Target
-    processes: int
-    executor: concurrent.futures.Executor | None
-    programs: Programs
-
-    def job(
-        self, timeout: AdaptiveTimeout, inv: Invocation[Cfg, Out], choice: Choice, only_once: bool
-    ) -> Callable[[], Program]:
-        """Return a function that compiles a call."""
-        known = self.programs.known
-        job = functools.partial(compile_for, inv, choice, self.target, only_once=only_once, known=known)
-        if self.executor is not None:
-            return functools.partial(_submitted, self.executor, job)
-        if self.processes:
-            return functools.partial(compile_processes(self.processes).run, job, lambda: timeout.seconds)
-        return job
-
-
-def _submitted(executor: concurrent.futures.Executor, job: Callable[[], Program]) -> Program:
-    return executor.submit(job).result()
-
-
 def _compile_call(
     inv: Invocation[Cfg, Out],
     configs: Sequence[object],
-    how: _How,
+    target: Target,
+    processes: int,
     progress: Progress | None,
+    programs: Programs,
 ) -> list[Done[Program]]:
     """Return the compilation result of each candidate and, last, of the reference if the kernel has one."""
     assert inv.kernel is not None  # calls found in programs have one
     timeout = AdaptiveTimeout(first=600.0, least=60.0)
-    jobs = [how.job(timeout, inv, Choice(config=c, platform=inv.platform), False) for c in configs]
+    choices = [Choice(config=config, platform=inv.platform) for config in configs]
     if overrides(inv.kernel, "reference"):
-        choice = Choice(config=configs[0], platform=inv.platform, reference=True)
-        jobs.append(how.job(timeout, inv, choice, True))
-    kept = how.programs.kept
-    return carried_out(inv, jobs, width=how.processes or None, timeout=timeout, progress=progress, kept=kept)
+        choices.append(Choice(config=configs[0], platform=inv.platform, reference=True))
+    known = programs.known
+    jobs: list[Callable[[], Program]] = [
+        functools.partial(compile_for, inv, choice, target, only_once=choice.reference, known=known)
+        for choice in choices
+    ]
+    if processes:
+        pool = compile_processes(processes)
+        jobs = [functools.partial(pool.run, job, lambda: timeout.seconds) for job in jobs]
+    return carried_out(inv, jobs, width=processes or None, timeout=timeout, progress=progress, kept=programs.kept)
 
 
 def carried_out(
@@ -296,7 +276,8 @@ def _row(config: object, done: Done[Program]) -> _Row:
     """Return the manifest row of a candidate or of the reference, without its file."""
     program, error = done.result, done.error
     if program is None:
-        status, reason = _why_not_compiled(error)
+        status = Status.FAILED
+        reason = str(error) if isinstance(error, CandidateError) else f"{type(error).__name__}: {error}"
     elif program.why_left:
         status, reason = Status.LEFT, f"{program.why_left}, so the measuring machine compiles it"
     else:
@@ -310,26 +291,16 @@ def _row(config: object, done: Done[Program]) -> _Row:
     )
 
 
-def _why_not_compiled(error: BaseException | None) -> tuple[Status, str]:
-    if isinstance(error, concurrent.futures.BrokenExecutor):  # an unknown candidate ended the process
-        return Status.LEFT, "the compiling process ended"
-    return Status.FAILED, str(error) if isinstance(error, CandidateError) else f"{type(error).__name__}: {error}"
-
-
 def _with_file(row: _Row, program: Program | None) -> _Row:
     """Return the row with the fields needed to load its program, if that has a file."""
     if program is None or not isinstance(program.code, CodeFile):
         return row
-    return dataclasses.replace(
-        row,
-        file=program.code.path.name,
-        sha256=program.code.sha256,
-        inputs=program.inputs,
-        outputs=program.outputs,
-        mosaic=program.mosaic,
-        spilled=program.spilled,
-        vector_memory=program.vector_memory,
-    )
+    file = program.code
+    return dataclasses.replace(row, file=file.path.name, sha256=file.sha256, **_figures(program))
+
+
+def _figures(found: _Row | Program) -> dict[str, Any]:
+    return {name: getattr(found, name) for name in _OF_PROGRAM}
 
 
 # --- reading a bundle ---
@@ -431,11 +402,4 @@ def _program(row: _Row, folder: Path) -> Program | None:
     if not (0 <= row.inputs <= _MOST_ARRAYS and 0 <= row.outputs <= _MOST_ARRAYS):
         counts = f"{describe(row.inputs)} arrays and returns {describe(row.outputs)}"
         raise ConfigError(f"the bundle {folder} has a program that takes {counts}; compile it again.")
-    return Program(
-        code=CodeFile(folder / row.file, row.sha256),
-        inputs=row.inputs,
-        outputs=row.outputs,
-        mosaic=row.mosaic,
-        spilled=row.spilled,
-        vector_memory=row.vector_memory,
-    )
+    return Program(code=CodeFile(folder / row.file, row.sha256), **_figures(row))

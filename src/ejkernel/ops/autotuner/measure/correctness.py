@@ -164,20 +164,28 @@ def _deviation_of_integers(name: str, got: Any, want: Any, of: str) -> Deviation
     if not got.size:
         return Deviation(0, 0.0)
     is_small = got.size <= _SMALL
-    count, at = map(int, _differing(np.asarray(got), np.asarray(want)) if is_small else _differing_on_device(got, want))
-    values = f"{got.ravel()[at]} instead of {want.ravel()[at]}{position(at, got.shape)}" if count else ""
+    found = _differing(np.asarray(got), np.asarray(want)) if is_small else _differing_on_device(got, want)
+    count, row, column = map(int, found)
+    at = position(row * _rows(got).shape[1] + column, got.shape)
+    values = f"{_rows(got)[row, column]} instead of {_rows(want)[row, column]}{at}" if count else ""
     return Deviation(count, 0.0, f"{name} differs from {of} in {count} elements: {values}" if count else "")
 
 
 @jax.jit
-def _differing_on_device(got: Any, want: Any) -> tuple[Any, Any]:
+def _differing_on_device(got: Any, want: Any) -> tuple[Any, Any, Any]:
     return _differing(got, want)
 
 
-def _differing(got: Any, want: Any) -> tuple[Any, Any]:
-    """Return the number of differing elements, and the index of the first one in the flattened arrays."""
-    differs = (got != want).ravel()
-    return differs.sum(), differs.argmax()
+def _differing(got: Any, want: Any) -> tuple[Any, Any, Any]:
+    """Return the number of differing elements, and row and column of the first one, as in `_rows`."""
+    differs = _rows(got != want)
+    row = differs.any(axis=1).argmax()
+    return differs.sum(), row, differs[row].argmax()
+
+
+def _rows(array: Any) -> Any:
+    """Return an array as a matrix: on a device, an index of all elements could exceed int32."""
+    return array.reshape(-1, array.shape[-1] if array.ndim else 1)
 
 
 def position(index: int, shape: Sequence[int]) -> str:
@@ -190,8 +198,8 @@ class _Comparison(NamedTuple):
 
     Attributes:
         same_kinds: Whether both have the same NaN and infinities in the same places.
-        at: Index in the flattened arrays of the first NaN or infinity that only one of them has; otherwise of the
-            element that exceeds the tolerance most.
+        row, column: Where the first NaN or infinity is that only one of them has; otherwise the element that exceeds
+            the tolerance most. See `_rows`.
         size: Root mean square of the finite expected values.
         overall: Root mean square of the differences.
         got, want, error: The element there, its expected value and their difference.
@@ -199,7 +207,8 @@ class _Comparison(NamedTuple):
     """
 
     same_kinds: Any
-    at: Any
+    row: Any
+    column: Any
     size: Any
     overall: Any
     got: Any
@@ -224,19 +233,22 @@ def _compare_on_device(got: object, want: object, worst: float) -> _Comparison:
 
 def _compared(got: Any, want: Any, worst: float, xp: Any) -> _Comparison:
     wide = got.dtype if got.dtype.itemsize >= 4 else jnp.float32  # 8-bit floats have no implicit promotion
-    got, want = got.astype(wide).ravel(), want.astype(wide).ravel()
+    got, want = _rows(got.astype(wide)), _rows(want.astype(wide))
     finite = xp.isfinite(want)
     same = (got == want) | (xp.isnan(got) & xp.isnan(want))
-    count = xp.maximum(finite.sum(), 1)
+    count = xp.maximum(finite.sum(dtype=xp.float32), 1)  # it may exceed int32, too
     difference = xp.where(finite, xp.abs(got - want), 0)
     magnitude = xp.where(finite, xp.abs(want), 0)
     size = _root_mean_square(magnitude, count, xp)
     scale = magnitude + size
     alike = xp.where(finite, xp.isfinite(got), same)
-    at = xp.argmax(xp.where(alike, xp.where(finite, difference - worst * scale, -xp.inf), xp.inf))
+    excess = xp.where(alike, xp.where(finite, difference - worst * scale, -xp.inf), xp.inf)
+    row = xp.argmax(xp.max(excess, axis=1))
+    at = row, xp.argmax(excess[row])
     return _Comparison(
         same_kinds=xp.all(alike),
-        at=at,
+        row=at[0],
+        column=at[1],
         size=size,
         overall=_root_mean_square(difference, count, xp),
         got=got[at],
@@ -255,7 +267,8 @@ def _root_mean_square(values: Any, count: Any, xp: Any) -> Any:
 def _judge(name: str, found: _Comparison, allowed: Tolerance, of: str, shape: Sequence[int]) -> Deviation:
     found = _Comparison(*(value.item() for value in found))
     worst, overall = found.error / max(found.scale, _TINY), found.overall / max(found.size, _TINY)
-    values = f"{found.got:.6g} instead of {found.want:.6g}{position(found.at, shape)}"
+    at = position(found.row * (shape[-1] if shape else 1) + found.column, shape)
+    values = f"{found.got:.6g} instead of {found.want:.6g}{at}"
     if not found.same_kinds:
         return Deviation(math.inf, allowed.worst, f"{name} {NOT_FINITE} where {of} has none, or vice versa: {values}")
     if found.error > allowed.worst * found.scale:

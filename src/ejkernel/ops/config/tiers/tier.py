@@ -10,7 +10,6 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import UnstableKeyError
-from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.services import Shown
 
 
@@ -49,7 +48,7 @@ AGREED: Final = Tier("agreed", is_temporary=True, only="in programs of several p
 # saved, but the policy asks to tune it again
 STALE: Final = Tier("stale", is_provisional=True, is_saved=True, only="if EJKERNEL_STALE asks to tune entries again")
 SISTER: Final = Tier("sister", is_provisional=True, is_saved=True)  # shipped, but measured on another device
-FORWARD: Final = Tier("forward", is_provisional=True, is_saved=True)
+FORWARD: Final = Tier("forward", is_provisional=True, is_saved=True, only="for derivatives")
 # measured by others
 PUBLISHED: Final = Tier("published", is_provisional=True, is_saved=True, only="on TPUs")
 # by a compiler's simulator, not measured
@@ -87,7 +86,7 @@ class Consulted:
     Attributes:
         tier: The name of the tier.
         resolution: The answer, or `None`.
-        note: More about the answer, or the reason for no answer.
+        note: More about the answer, or the reason for no answer; it may quote the content of files.
         is_rejected: Whether the tier has an entry that the policy for stale entries rejects.
     """
 
@@ -95,9 +94,6 @@ class Consulted:
     resolution: Resolution[Any] | None
     note: str = ""
     is_rejected: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "note", printable(self.note))  # it may quote the content of files
 
 
 class BareChooser(Generic[Cfg, Out]):

@@ -139,7 +139,7 @@ def _name(node: Node, index: int) -> str:
 
 
 def lower_split(ctx: Any, values: Sequence[Any], call: SplitCall, *, gathered: bool) -> Any:
-    """Lower a call that splits itself; return `None` if its arrays are local already, or it cannot be split.
+    """Lower a call of a program for several devices that splits itself; return `None` if it cannot be split.
 
     Args:
         ctx: The lowering context.
@@ -148,7 +148,7 @@ def lower_split(ctx: Any, values: Sequence[Any], call: SplitCall, *, gathered: b
         gathered: Whether a kernel without a rule gets whole arrays over explicit axes.
     """
     may_split = overrides(call.node.spec.kernel, "sharding_rule")
-    if call.extent is Extent.LOCAL or not (may_split or gathered):
+    if not (may_split or gathered):
         return None
     # XLA may split a shard along explicit axes further, along automatic axes.
     if call.extent is Extent.WHOLE and compat.explicit_mesh(ctx.avals_in) is not None:
