@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from ejkernel.ops.autotuner.compile.processes import compile_processes
-from ejkernel.ops.autotuner.compile.programs import Programs
+from ejkernel.ops.autotuner.compile.programs import Programs, figures
 from ejkernel.ops.autotuner.compile.targets import Target, compile_for
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, CompileThreads, Done
 from ejkernel.ops.autotuner.process.threads import in_callers_context
@@ -46,7 +46,6 @@ _MANIFEST = "manifest.json"
 _LARGEST = 16 << 20  # bytes of a manifest; a candidate takes hundreds
 _MOST_ARRAYS = 1 << 16  # that a program takes or returns
 _FILE = re.compile(r"[0-9a-f-]+\.bin")
-_OF_PROGRAM: Final = ("inputs", "outputs", "mosaic", "spilled", "vector_memory")  # fields of `Program` in its row
 
 Candidates = Callable[[Invocation[Any, Any]], Collection[Any]]  # the candidates of a call
 Progress = Callable[[Invocation[Any, Any], int, int], None]  # see `compile_bundle`
@@ -296,11 +295,7 @@ def _with_file(row: _Row, program: Program | None) -> _Row:
     if program is None or not isinstance(program.code, CodeFile):
         return row
     file = program.code
-    return dataclasses.replace(row, file=file.path.name, sha256=file.sha256, **_figures(program))
-
-
-def _figures(found: _Row | Program) -> dict[str, Any]:
-    return {name: getattr(found, name) for name in _OF_PROGRAM}
+    return dataclasses.replace(row, file=file.path.name, sha256=file.sha256, **figures(program))
 
 
 # --- reading a bundle ---
@@ -402,4 +397,4 @@ def _program(row: _Row, folder: Path) -> Program | None:
     if not (0 <= row.inputs <= _MOST_ARRAYS and 0 <= row.outputs <= _MOST_ARRAYS):
         counts = f"{describe(row.inputs)} arrays and returns {describe(row.outputs)}"
         raise ConfigError(f"the bundle {folder} has a program that takes {counts}; compile it again.")
-    return Program(code=CodeFile(folder / row.file, row.sha256), **_figures(row))
+    return Program(code=CodeFile(folder / row.file, row.sha256), **figures(row))

@@ -14,7 +14,7 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ejkernel.ops.autotuner.compile.threads import Done
 from ejkernel.ops.autotuner.trials.candidates import CodeFile, Program
@@ -115,11 +115,7 @@ class Programs:
             compilers=self._compilers,
             code=file.sha256,
             compile_seconds=seconds,
-            inputs=program.inputs,
-            outputs=program.outputs,
-            mosaic=program.mosaic,
-            spilled=program.spilled,
-            vector_memory=program.vector_memory,
+            **figures(program),
         )
         # after the code, so that a program with facts is whole
         write_file(self._folder / f"{program.digest}{_FACTS}", sealed_json(facts))
@@ -138,16 +134,10 @@ class Programs:
                 logger.warning("a program is compiled again: %s: %s", printable(file), printable(error))
                 continue
             if facts.compilers == self._compilers:
-                yield digest, Done(0, _program(digest, code, facts), None, facts.compile_seconds)
+                program = Program(digest=digest, code=code, **figures(facts))
+                yield digest, Done(0, program, None, facts.compile_seconds)
 
 
-def _program(digest: str, code: CodeFile, facts: _Facts) -> Program:
-    return Program(
-        digest=digest,
-        code=code,
-        inputs=facts.inputs,
-        outputs=facts.outputs,
-        mosaic=facts.mosaic,
-        spilled=facts.spilled,
-        vector_memory=facts.vector_memory,
-    )
+def figures(found: Any) -> dict[str, Any]:
+    """Return the fields that a program shares with its row of a manifest and its facts."""
+    return {name: getattr(found, name) for name in ("inputs", "outputs", "mosaic", "spilled", "vector_memory")}
