@@ -39,7 +39,7 @@ _FLASH_BACKWARD = "1024/1024/1024 512/1024/1024 1024/2048/1024"
 _SPLASH_BACKWARD = "1024/1024/1024 1024/2048/1024 512/1024/512 1024/1024/512"
 
 # The heuristic's parameters, and others that take the compiler less than a few minutes.
-_FLOAT32 = tuple(
+_FLOAT32 = [
     Sweep(chip, direction, mask, 128, 1, pallas_tpu=blocks, dtype="float32")
     for direction, blocks in (
         (
@@ -51,7 +51,7 @@ _FLOAT32 = tuple(
     )
     for mask in ("causal", "full")
     for chip in ("v6e", "v5e")
-)
+]
 
 SWEEPS = (
     Sweep(
@@ -171,7 +171,7 @@ SWEEPS = (
     ),
     Sweep(
         *("v6e", "backward", "causal", 256, 1),
-        pallas_tpu="1024/1024/256/1 2048/1024/512/2",
+        pallas_tpu="1024/1024/256/1 1024/1024/256/1+ 2048/1024/512/2+",
         flash="1024/1024/1024 512/1024/1024",
         splash="1024/1024/1024 1024/2048/1024",
     ),

@@ -81,7 +81,7 @@ def _with_params(case: dict[str, Any], kind: str, dice: random.Random) -> dict[s
     if kind == "heuristic":
         return case | {"kind": kind, "params": dataclasses.asdict(implementation.heuristic(call))}
     wanted = dice.choice(("refused", "left"))
-    found = [params for params in _every(implementation, call) if _status(implementation, call, params) == wanted]
+    found = [params for params in implementation.every(call) if _status(implementation, call, params) == wanted]
     return case | {"kind": wanted, "params": dataclasses.asdict(dice.choice(found))} if found else None
 
 
@@ -90,21 +90,6 @@ def _status(implementation: Any, call: Any, params: Any) -> str:
     if implementation.params_fault(call, params) is not None:
         return "refused"
     return "fits" if implementation.doubt(call, params) is None else "left"
-
-
-def _every(implementation: Any, call: Any) -> list[Any]:
-    """Return the parameters of the space, as if memory had no limit."""
-    from ejkernel.kernels.flash_attention.pallas_tpu import choices
-
-    if implementation.name == "splash":
-        found: list[Any] = implementation.every(call)
-        return found
-    fault = choices.params_fault
-    choices.params_fault = lambda call, params: None
-    try:
-        return choices.space(call)
-    finally:
-        choices.params_fault = fault
 
 
 def described(case: dict[str, Any]) -> tuple[Any, Any]:

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.memory_splash_tpu`: vector memory of splash attention, estimated and compiled; needs no TPU.
 
-Calls are drawn as in `benchmarks.memory_tpu`, also for tpu7x, with blocks of the space as if memory had no limit. Seeds
-from 100 draw published calls with their blocks instead. Seeds from 200 draw long calls with blocks of up to 8,192 rows,
-as a caller may pass them. Google's compiler reports the bytes of vector memory that each kernel uses; it may take all
-of the chip's. Nothing runs on a TPU. The ratio is our upper estimate over the compiler's figure.
+Calls are drawn as in `benchmarks.memory_tpu`, also for tpu7x, with blocks of the space as if memory had no limit. Seed
+0 lists common calls of that benchmark, then published forwards with their blocks, the largest first. Seeds from 100
+draw published calls with their blocks. Seeds from 200 draw long calls with blocks of up to 8,192 rows, as a caller may
+pass them. Google's compiler reports the bytes of vector memory that each kernel uses with the limit that we pass.
+Nothing runs on a TPU. The ratio is our upper estimate over the compiler's figure.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import random
 import re
@@ -25,6 +27,7 @@ from ejkernel import compat
 _CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 _FINGERPRINTS = {"v5e": "tpu:tpu_v5_lite", "v5p": "tpu:tpu_v5", "v6e": "tpu:tpu_v6_lite", "tpu7x": "tpu:tpu7x"}
 _PUBLISHED, _LARGE = 100, 200
+_LISTED = 216  # common calls of seed 0
 _LONG = (4096, 8192, 16_384)
 _ROWS, _STEPS = (256, 512, 1024, 2048, 2048, 4096, 4096, 8192), (256, 512, 1024, 2048, 4096)
 _KERNELS = {"fwd": "fwd", "dkv": "keys", "dq": "query"}
@@ -35,8 +38,11 @@ def drawn(seed: int, index: int) -> dict[str, Any]:
     from ejkernel.kernels.flash_attention import splash
 
     dice = random.Random(f"splash {seed} {index}")
+    if seed == 0:
+        case, sizes = _listed(index)
+        return {"seed": seed, **case, "params": sizes, **estimates(case, sizes)}
     if seed >= _PUBLISHED:
-        case, sizes = _large(dice) if seed >= _LARGE else _published(dice)
+        case, sizes = _large(dice) if seed >= _LARGE else _of_row(dice.choice(_rows()))
         return {"seed": seed, **case, "params": sizes, **estimates(case, sizes)}
     case = memory_tpu.drawn_call(dice) | {"chip": dice.choice(tuple(_CHIPS))}
     call, implementation = call_of(case), splash.Splash()
@@ -47,10 +53,36 @@ def drawn(seed: int, index: int) -> dict[str, Any]:
     return {"seed": seed, **case, "params": sizes, **estimates(case, sizes)}
 
 
-def _published(dice: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a published call and its blocks."""
+def _listed(index: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a common call with the heuristic's blocks; behind these, a published call."""
+    from ejkernel.kernels.flash_attention import splash
+
+    if index >= _LISTED:
+        return _different()[index - _LISTED]
+    case = memory_tpu.common_call(index)
+    return case, dataclasses.asdict(splash.Splash().heuristic(call_of(case)))
+
+
+@functools.cache
+def _different() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return published calls whose forward kernels have different forms, those with the largest blocks first."""
+    from ejkernel.kernels.flash_attention import splash
+
+    found: dict[str, Any] = {}
+    for case, sizes in map(_of_row, _rows()):
+        if case["direction"] == "forward":
+            parts = parts_by_kernel(call_of(case), splash.SplashParams(**sizes))["fwd"]
+            found.setdefault(parts.form, (parts.known, case, sizes))
+    return [(case, sizes) for _, case, sizes in sorted(found.values(), key=lambda one: -one[0])]
+
+
+def _rows() -> list[dict[str, Any]]:
     tables = json.loads(resources.files("ejkernel").joinpath("data/published/splash.json").read_text())
-    row = dice.choice([row for rows in tables.values() for row in rows])
+    return [row for rows in tables.values() for row in rows]
+
+
+def _of_row(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a published call and its blocks."""
     facts, chips = row["call"], {device: chip for chip, device in _FINGERPRINTS.items()}
     case: dict[str, Any] = {"chip": chips[facts["device"]], "direction": "backward" if facts["backward"] else "forward"}
     case |= {"mask": "causal" if facts["causal"] else "full", "soft_cap": None, "segments": False, "dtype": "bfloat16"}
@@ -80,10 +112,11 @@ def estimates(case: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
     """Return our estimates for the kernels of a case with these blocks."""
     from ejkernel.kernels.flash_attention import splash
     from ejkernel.kernels.flash_attention._splash_weights import WEIGHTS
+    from ejkernel.kernels.flash_attention._tpu import compiled as known
 
     call = call_of(case)
     params = splash.Splash().params_type(backward=call.backward)(**sizes)
-    found = {name: parts.need(WEIGHTS) for name, parts in parts_by_kernel(call, params).items()}
+    found = {name: parts.need(WEIGHTS, known()) for name, parts in parts_by_kernel(call, params).items()}
     return {
         "estimated": {name: need.most for name, need in found.items()},
         "least": {name: need.least for name, need in found.items()},
@@ -110,13 +143,11 @@ def compiled(case: dict[str, Any]) -> dict[str, Any]:
     import jax
     from jax.experimental import topologies
 
-    from ejkernel.kernels._vector_memory import memory_of
     from ejkernel.kernels.flash_attention import splash
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=_CHIPS[case["chip"]])
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
     call, implementation = call_of(case), splash.Splash()
-    setattr(splash, "limit_to_pass", lambda need: memory_of(call))  # noqa: B010 - low estimates are measured, too
     _, operands = memory_tpu.described(case | {"chip": "v5e"})
     batch, length, heads, _ = operands.query.shape
 

@@ -3,8 +3,9 @@
 
 Each call is drawn by a seed from all combinations of chip, direction, mask, soft cap, ids, dtype, length, head
 dimension and grouped heads. It has the heuristic's parameters or others of the space, also those that do not fit in our
-estimate. Google's compiler compiles each of its kernels for arrays of at least 160 MiB, since XLA keeps short arrays in
-vector memory, and reports the bytes of vector memory that the kernel uses. Nothing runs on a TPU.
+estimate. Seed 0 lists common calls instead, with the heuristic's parameters. Google's compiler compiles each kernel for
+arrays of at least 160 MiB, since XLA keeps short arrays in vector memory, and reports the bytes of vector memory that
+it uses. Nothing runs on a TPU.
 
 The ratio is our upper estimate over the compiler's figure. A kernel that the compiler refuses has its reason.
 Parameters fit if the upper estimate does, and are refused if what the kernel surely takes does not. Otherwise the
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import random
 import statistics
@@ -27,6 +29,7 @@ from benchmarks.drawn_tpu import Draws
 from ejkernel import compat
 
 _DEVICES = {"v5e": "tpu:tpu_v5_lite", "v5p": "tpu:tpu_v5", "v6e": "tpu:tpu_v6_lite"}
+_DIRECTIONS = ("forward", "backward")
 _WINDOWS: dict[str, dict[str, int]] = {
     "two sides": {"left": 700, "right": 300},
     "window 4096": {"left": 4095, "right": 0},
@@ -34,21 +37,40 @@ _WINDOWS: dict[str, dict[str, int]] = {
 _MASKS = ("causal", "causal", "causal", "full", "full", "window 512", "window 1024", *_WINDOWS)
 _DIMS = (64, 72, 80, 96, 112, 128, 128, 128, 160, 192, 240, 256)
 _LENGTHS = (128, 300, 777, 1024, 1500, 2048, 2048, 3000, 4096, 4096, 4099, 8192, 16_384)
+# Common calls: lengths and repeats, whether they have segments, head dimension, mask, direction and chip.
+_COMMON = tuple(
+    itertools.chain.from_iterable(
+        itertools.product((sizes,), segments, (128, 64, 256), ("causal", "full", "window 1024"), _DIRECTIONS, _DEVICES)
+        for sizes, segments in (((4096, 2), (False, True)), ((8192, 2), (False,)), ((4096, 1), (False,)))
+    )
+)
 _LEAST = 160 << 20  # bytes of an array; a chip has 128 MiB of vector memory at most
 
 
 def drawn(seed: int, index: int) -> dict[str, Any]:
     """Return a call and its parameters."""
+    from ejkernel.kernels.flash_attention.pallas_tpu import choices
+
+    if seed == 0:
+        case = common_call(index)
+        return case | {"params": dataclasses.asdict(choices.heuristic(described(case)[0]))}
     dice = random.Random(f"{seed} {index}")
     case = drawn_call(dice)
     call, _ = described(case)
-    space = _candidates(call)
+    space = [choices.heuristic(call), *choices.every(call)]
     return case | {"params": dataclasses.asdict(space[0] if dice.random() < 0.35 else dice.choice(space))}
+
+
+def common_call(index: int) -> dict[str, Any]:
+    """Return a common call without parameters."""
+    (length, repeats), segments, dim, mask, direction, chip = _COMMON[index]
+    case: dict[str, Any] = {"chip": chip, "direction": direction, "mask": mask, "soft_cap": None, "segments": segments}
+    return case | {"dtype": "bfloat16", "length": length, "dims": [dim, dim], "repeats": repeats}
 
 
 def drawn_call(dice: random.Random) -> dict[str, Any]:
     """Return a call without parameters."""
-    case: dict[str, Any] = {"chip": dice.choice(tuple(_DEVICES)), "direction": dice.choice(("forward", "backward"))}
+    case: dict[str, Any] = {"chip": dice.choice(tuple(_DEVICES)), "direction": dice.choice(_DIRECTIONS)}
     case |= {"mask": dice.choice(_MASKS), "soft_cap": dice.choice((None, None, None, None, 30.0))}
     case |= {"segments": dice.random() < 0.2, "dtype": dice.choice(("bfloat16",) * 7 + ("float32",))}
     head_dim = dice.choice(_DIMS)
@@ -58,18 +80,6 @@ def drawn_call(dice: random.Random) -> dict[str, Any]:
         "dims": [head_dim, value_dim],
         "repeats": dice.choice((1, 1, 2, 4, 8)),
     }
-
-
-def _candidates(call: Any) -> list[Any]:
-    """Return the heuristic's parameters and those of the space, as if memory had no limit."""
-    from ejkernel.kernels.flash_attention.pallas_tpu import choices
-
-    heuristic, fault = choices.heuristic(call), choices.params_fault
-    choices.params_fault = lambda call, params: None
-    try:
-        return [heuristic, *choices.space(call)]
-    finally:
-        choices.params_fault = fault
 
 
 def described(case: dict[str, Any]) -> tuple[Any, Any]:
@@ -110,59 +120,42 @@ def params_of(case: dict[str, Any]) -> Any:
     return BackwardParams(**sizes)
 
 
-class _Launches:
-    """Records the kernels that a call launches: the function, its arguments, and our estimates."""
+def _launches(case: dict[str, Any]) -> list[tuple[Any, Any, Any, tuple[Any, dict[str, Any]]]]:
+    """Trace a call; return each kernel that it launches: the function, its arrays, its ids, and its other arguments."""
+    import jax
 
-    def __init__(self) -> None:
-        self.found: list[tuple[Any, Any, Any, tuple[Any, dict[str, Any]]]] = []
-        self.estimates: list[Any] = []
+    from ejkernel.kernels.flash_attention.pallas_tpu import backward, forward, launch
 
-    def of(self, case: dict[str, Any]) -> _Launches:
-        """Trace a call."""
-        import jax
+    found: list[Any] = []
 
-        from ejkernel.kernels.flash_attention.pallas_tpu import backward, forward, launch
-
-        call, operands = described(case)
-        rules, params = call.rules, params_of(case)  # a window that hides no key is none
-        places = (
-            (forward, "forward", self._recording),
-            (backward, "backward_of_keys", self._recording),
-            (backward, "backward_of_queries", self._recording),
-            (launch, "limit_to_pass", self._noting),
-        )
-        own = [(module, name, getattr(module, name)) for module, name, _ in places]
-        for module, name, observed in places:
-            setattr(module, name, observed(getattr(module, name)))
-        try:
-            if case["direction"] == "forward":
-                jax.eval_shape(lambda operands: launch.forward(operands, rules, params), operands)
-            else:
-                batch, length, heads, _ = operands.query.shape
-                out = jax.ShapeDtypeStruct((batch, length, heads, case["dims"][1]), case["dtype"])
-                lse = jax.ShapeDtypeStruct((batch, heads, length), "float32")
-                jax.eval_shape(
-                    lambda operands, residuals, dout: launch.backward(operands, residuals, dout, rules, params),
-                    *(operands, (out, lse), out),
-                )
-        finally:
-            for module, name, function in own:
-                setattr(module, name, function)
-        return self
-
-    def _noting(self, limit: Any) -> Any:
-        def run(need: Any) -> Any:
-            self.estimates.append(need)
-            return limit(need)
-
-        return run
-
-    def _recording(self, function: Any) -> Any:
+    def recording(function: Any) -> Any:
         def run(arrays: Any, ids: Any, *args: Any, **options: Any) -> Any:
-            self.found.append((function, *_shapes((arrays, ids)), (args, options)))
+            found.append((function, *_shapes((arrays, ids)), (args, options)))
             return function(arrays, ids, *args, **options)
 
         return run
+
+    call, operands = described(case)
+    rules, params = call.rules, params_of(case)  # a window that hides no key is none
+    places = ((forward, "forward"), (backward, "backward_of_keys"), (backward, "backward_of_queries"))
+    own = [(module, name, getattr(module, name)) for module, name in places]
+    for module, name, function in own:
+        setattr(module, name, recording(function))
+    try:
+        if case["direction"] == "forward":
+            jax.eval_shape(lambda operands: launch.forward(operands, rules, params), operands)
+        else:
+            batch, length, heads, _ = operands.query.shape
+            out = jax.ShapeDtypeStruct((batch, length, heads, case["dims"][1]), case["dtype"])
+            lse = jax.ShapeDtypeStruct((batch, heads, length), "float32")
+            jax.eval_shape(
+                lambda operands, residuals, dout: launch.backward(operands, residuals, dout, rules, params),
+                *(operands, (out, lse), out),
+            )
+    finally:
+        for module, name, function in own:
+            setattr(module, name, function)
+    return found
 
 
 def _shapes(tree: Any) -> Any:
@@ -175,18 +168,14 @@ def _shapes(tree: Any) -> Any:
 
 
 def used(case: dict[str, Any]) -> list[int]:
-    """Return the bytes of vector memory that the kernels of a case use, with the chip's limit."""
+    """Return the bytes of vector memory that the kernels of a case use, with the limit that we pass to the compiler."""
     import jax
     from jax.experimental import topologies
 
-    from ejkernel.kernels._vector_memory import memory_of
-
     topology = topologies.get_topology_desc(platform="tpu", topology_name=attention_tpu.TOPOLOGIES[case["chip"]])
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
-    call, _ = described(case)
     found = []
-    for function, arrays, ids, (args, options) in _Launches().of(case).found:
-        options["memory"] = memory_of(call)  # so that low estimates are measured, too
+    for function, arrays, ids, (args, options) in _launches(case):
         given = [
             None if pair is None else tuple(jax.ShapeDtypeStruct(*one, sharding=sharding) for one in pair)
             for pair in (arrays, ids)
@@ -205,9 +194,10 @@ def _run(function: Any, args: Any, options: dict[str, Any], arrays: Any, ids: An
 
 def estimated(case: dict[str, Any]) -> dict[str, Any]:
     """Return our estimates for the kernels of a case, and who decides whether they fit: `fits`, `no` or `compiler`."""
-    from ejkernel.kernels.flash_attention.pallas_tpu import choices
+    from ejkernel.kernels.flash_attention.pallas_tpu import choices, memory
 
-    needs, call, params = _Launches().of(case).estimates, described(case)[0], params_of(case)
+    call, params = described(case)[0], params_of(case)
+    needs = [memory.need_of(parts) for parts in choices.parts_of(call, params)]
     refused = choices.params_fault(call, params) is not None
     fits = "no" if refused else "fits" if choices.doubt(call, params) is None else "compiler"
     return {"estimated": [need.most for need in needs], "least": [need.least for need in needs], "fits": fits}

@@ -61,21 +61,9 @@ def _of_splash(one: dict[str, Any]) -> Iterator[Kernel]:
 
 
 def _of_pallas_tpu(one: dict[str, Any]) -> Iterator[Kernel]:
-    from ejkernel.kernels._vector_memory import Need
-    from ejkernel.kernels.flash_attention.pallas_tpu import choices, memory
+    from ejkernel.kernels.flash_attention.pallas_tpu import choices
 
-    seen: list[Any] = []
-
-    def noted(parts: Any) -> Need:
-        seen.append(parts)
-        return Need(0, 0)
-
-    own, memory.need_of = memory.need_of, noted
-    try:
-        choices.needed(memory_tpu.described(one)[0], memory_tpu.params_of(one))
-    finally:
-        memory.need_of = own
-    yield from map(Kernel, seen, one["used"])
+    yield from map(Kernel, choices.parts_of(memory_tpu.described(one)[0], memory_tpu.params_of(one)), one["used"])
 
 
 def fitted(found: Sequence[Kernel]) -> dict[str, float]:

@@ -113,8 +113,10 @@ def _echo_error(message: str) -> None:
 def _what_is_left(arguments: Sequence[str]) -> str:
     """Return a note on saved results after an interrupt; empty if the command saves none."""
     # `tune` saves each search when it ends.
-    if "tune" not in arguments[:1] or {"--compile-only", "--estimate", "--dry-run"}.intersection(arguments):
+    if "tune" not in arguments[:1] or {"--estimate", "--dry-run"}.intersection(arguments):
         return ""
+    if "--compile-only" in arguments:
+        return "; compiled programs are in the folder, run the command again to continue"
     return "; finished searches are saved, run the command again to continue"
 
 

@@ -197,6 +197,17 @@ def test_estimates_of_memory_are_up_to_20_percent_above_the_compilers(name):
     assert need.least <= used <= need.most <= 1.2 * used
 
 
+def test_the_estimate_of_a_common_kernel_is_the_compilers_figure():
+    call = call_of(4096, CHIPS[1], False, right=0)
+    params = PallasTpu().heuristic(call)
+    for alike in (call, dataclasses.replace(call, query=(7, 4096, 4, 128))):
+        assert 30_474_240 <= choices.needed(alike, params).most <= 1.02 * 30_474_240
+    others = [dataclasses.replace(params, rows=1024), dataclasses.replace(params, strip=256)]
+    forms = {choices.parts_of(call, each)[0].form for each in (params, *others)}
+    forms |= {choices.parts_of(call_of(4096, chip, False, right=0), params)[0].form for chip in CHIPS}
+    assert len(forms) == 2 + len(CHIPS)
+
+
 # Queries, head dimensions, repeats, dtype, mask, parameters, and the bytes of the largest kernel.
 NEEDS_MORE = {
     "unrolled beyond the chunks of a causal call": (

@@ -9,11 +9,11 @@ from ejkernel.kernels.flash_attention._splash_memory import vector_memory
 from ejkernel.kernels.flash_attention.common import AttentionCall, Rules
 from ejkernel.kernels.flash_attention.splash import Splash, SplashParams, blocks_of
 
-V5E, V5P, V6E = "tpu:tpu_v5_lite", "tpu:tpu_v5", "tpu:tpu_v6_lite"
+V5E, V5P, V6E, TPU7X = "tpu:tpu_v5_lite", "tpu:tpu_v5", "tpu:tpu_v6_lite", "tpu:tpu7x"
 
 
-def call_of(chip, dims, *, causal, dtype="bfloat16", backward=False):
-    sizes = [(16, 4096, heads, dim) for heads, dim in ((8, dims[0]), (4, dims[0]), (4, dims[1]))]
+def call_of(chip, dims, *, causal, dtype="bfloat16", backward=False, length=4096):
+    sizes = [(16, length, heads, dim) for heads, dim in ((8, dims[0]), (4, dims[0]), (4, dims[1]))]
     return AttentionCall(
         **dict(zip(("query", "key", "value"), sizes, strict=True)),
         platform="tpu",
@@ -51,6 +51,20 @@ def test_a_forward_kernel_takes_no_more_than_the_estimate(chip, dims, causal, bl
     params = SplashParams(**dict(zip(("block_q", "block_kv", "block_kv_compute"), blocks, strict=True)))
     need = vector_memory(call, blocks_of(params))
     assert need.least <= taken <= need.most <= 1.75 * taken
+
+
+@pytest.mark.parametrize(
+    ("chip", "dims", "causal", "blocks", "taken"),
+    [
+        (V5E, (128, 128), True, (512, 512, 512), 4_202_496),
+        (TPU7X, (256, 256), False, (4096, 4096, 256), 41_172_992),
+    ],
+)
+def test_the_estimate_of_a_common_kernel_is_the_compilers_figure(chip, dims, causal, blocks, taken):
+    call = call_of(chip, dims, causal=causal, length=8192)
+    params = SplashParams(**dict(zip(("block_q", "block_kv", "block_kv_compute"), blocks, strict=True)))
+    assert taken <= vector_memory(call, blocks_of(params)).most <= 1.02 * taken
+    assert Splash().doubt(call, params) is None
 
 
 def test_large_blocks_that_take_most_of_the_memory_are_left_to_tuning():

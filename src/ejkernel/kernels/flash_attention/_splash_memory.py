@@ -16,7 +16,7 @@ from ejkernel import compat
 from ejkernel.kernels._vector_memory import LANES, Need, Parts, larger, up
 
 from ._splash_weights import WEIGHTS
-from ._tpu import WIDE_UNITS
+from ._tpu import WIDE_UNITS, compiled
 from .common import AttentionCall
 
 _INTERNAL = 72 << 10  # bytes of the compiler's internal scratch array
@@ -39,7 +39,7 @@ def vector_memory(call: AttentionCall, blocks: Mapping[str, Blocks]) -> Need:
         call: The call.
         blocks: The blocks of each kernel: `forward`, `fused`, or `keys` and `query`.
     """
-    return larger(*(parts_of(call, name, own).need(WEIGHTS) for name, own in blocks.items()))
+    return larger(*(parts_of(call, name, own).need(WEIGHTS, compiled()) for name, own in blocks.items()))
 
 
 def parts_of(call: AttentionCall, name: str, blocks: Blocks) -> Parts:
@@ -57,7 +57,21 @@ def parts_of(call: AttentionCall, name: str, blocks: Blocks) -> Parts:
         least += (2 * size + 4) * block.keys * (head + value)
         least += 2 * size * block.queries * head if name == "fused" else 0
     kind = name if call.dtype == "bfloat16" else f"{name}, float32"
-    return Parts(least, least + _INTERNAL, kind, _sizes(call, block))
+    return Parts(least, least + _INTERNAL, kind, _sizes(call, block), _form(call, name, block))
+
+
+def _form(call: AttentionCall, name: str, block: compat.SplashBlocks) -> str:
+    """Return what the intermediate values of a kernel depend on; empty if the chip is not known."""
+    if not call.device_fingerprint:
+        return ""
+    rules, steps = call.rules, (-(-call.query[1] // block.queries), -(-call.key[1] // block.keys))
+    words = [call.device_fingerprint, f"splash {name}", f"{call.query[3]}/{call.value[3]}", str(call.dtype)]
+    words += [f"blocks {'/'.join(map(str, block))}", f"sees {rules.left}/{rules.right}"]
+    words += ["" if call.query[1] == call.key[1] else "offset", "" if rules.soft_cap is None else "capped"]
+    words += ["grouped" if call.query[2] > call.key[2] and name in ("keys", "fused") else ""]
+    is_padded = call.query[1] % block.queries or call.key[1] % block.keys
+    words += ["ids" if _has_ids(call, block) else "", "padded" if is_padded else ""]
+    return ", ".join(filter(None, [*words, f"steps {min(steps[0], 2)}/{min(steps[1], 2)}"]))
 
 
 def _sizes(call: AttentionCall, block: compat.SplashBlocks) -> dict[str, int]:

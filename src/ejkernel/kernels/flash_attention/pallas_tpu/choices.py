@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.kernels._vector_memory import LANES, Need, larger, memory_of, untuned_of
+from ejkernel.kernels._vector_memory import LANES, Need, Parts, larger, memory_of, untuned_of
 from ejkernel.kernels.flash_attention._tpu import WIDE_UNITS
 from ejkernel.kernels.flash_attention.common import AttentionCall
 
@@ -27,22 +27,27 @@ _SMALL = ((256, 256), (128, 128))
 
 def needed(call: AttentionCall, params: ForwardParams | BackwardParams) -> Need:
     """Return the bytes of vector memory of the larger kernel of one direction."""
+    return larger(*map(memory.need_of, parts_of(call, params)))
+
+
+def parts_of(call: AttentionCall, params: ForwardParams | BackwardParams) -> list[Parts]:
+    """Return the vector memory of each kernel of one direction by its causes."""
     lengths = Lengths(call.query[1], call.key[1])
-    repeats = call.query[2] // call.key[2]
-    dims = memory.Dims(call.query[3], call.value[3], repeats, jnp.dtype(call.dtype).itemsize)
+    repeats, size = call.query[2] // call.key[2], jnp.dtype(call.dtype).itemsize
+    dims = memory.Dims(call.query[3], call.value[3], repeats, size, call.device_fingerprint or "")
     own: dict[str, Any]
     if isinstance(params, ForwardParams):
         walked = forward_plan(lengths, call.rules, params)
         own = {"segmented": _segmented(call, walked[1].columns), "sum_by_product": params.sum_by_product}
-        return memory.of_forward(dims, walked, call.rules, **own)
+        return [memory.of_forward(dims, walked, call.rules, **own)]
     walked = backward_plan(lengths, call.rules, params)
     own = {"segmented": _segmented(call, walked[1].block * walked[1].blocks), "transpose": params.transpose}
     found = memory.of_keys(dims, walked, call.rules, fused=params.query is None, **own)
     if params.query is None:
-        return found
+        return [found]
     walked = forward_plan(lengths, call.rules, params.query)
     segmented = _segmented(call, walked[1].columns)
-    return larger(found, memory.of_queries(dims, walked, call.rules, segmented=segmented))
+    return [found, memory.of_queries(dims, walked, call.rules, segmented=segmented)]
 
 
 def _segmented(call: AttentionCall, padded_keys: int) -> bool:
@@ -65,19 +70,22 @@ def doubt(call: AttentionCall, params: ForwardParams | BackwardParams) -> str | 
 
 def heuristic(call: AttentionCall) -> Any:
     """Return the parameters with the fewest simulated cycles on this chip that surely fit in its vector memory."""
-    # float32 products are several of the matrix unit's: large blocks of them are long programs
-    preferred = _preferred(call) if call.dtype == "bfloat16" else ()
+    preferred = _preferred(call) if call.dtype == "bfloat16" else _preferred_in_float32(call)
     candidates = [*preferred, *_fallbacks(call)]
     return next((params for params in candidates if doubt(call, params) is None), candidates[-1])
 
 
 def space(call: AttentionCall) -> list[Any]:
     """Return the parameters to tune over: those that may fit in memory, and launch different kernels."""
+    return [params for params in every(call) if params_fault(call, params) is None] or [heuristic(call)]
+
+
+def every(call: AttentionCall) -> list[Any]:
+    """Return the parameters that launch different kernels, also those that exceed the memory."""
     found: dict[Any, Any] = {}
     for params in _candidates(call):
-        if params_fault(call, params) is None:
-            found.setdefault(_launched(call, params), params)
-    return list(found.values()) or [heuristic(call)]
+        found.setdefault(_launched(call, params), params)
+    return list(found.values())
 
 
 def _preferred(call: AttentionCall) -> Iterator[Any]:
@@ -105,6 +113,16 @@ def _preferred(call: AttentionCall) -> Iterator[Any]:
             yield ForwardParams(block_q=4096, chunk=1024, rows=512, strip=256)
         yield ForwardParams(block_q=2048, chunk=1024, rows=512, strip=256, sum_by_product=sums)
     yield ForwardParams(strip=256, sum_by_product=sums)
+
+
+def _preferred_in_float32(call: AttentionCall) -> Iterator[Any]:
+    """Yield parameters for products that are several of the matrix unit's: large blocks of them are long programs."""
+    wide = call.device_fingerprint in WIDE_UNITS
+    if call.backward:
+        # wider heads fill the matrix unit anyway
+        yield BackwardParams(block_kv=1024, chunk=512, strip=256, transpose=wide and call.query[3] <= LANES)
+    else:
+        yield ForwardParams(block_q=1024, chunk=512, rows=1024 if wide else 256, strip=256, unroll=1)
 
 
 def _takes_long_blocks(call: AttentionCall) -> bool:

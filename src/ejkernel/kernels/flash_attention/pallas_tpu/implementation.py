@@ -58,6 +58,10 @@ class PallasTpu(AttentionImplementation):
         """See `choices.space`."""
         return choices.space(call)
 
+    def every(self, call: AttentionCall) -> list[Any]:
+        """See `choices.every`."""
+        return choices.every(call)
+
     def preference(self, call: AttentionCall) -> int:
         """Rank behind `xla`: no TPU has measured these kernels for us."""
         return -1

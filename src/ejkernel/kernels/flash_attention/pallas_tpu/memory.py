@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ejkernel.kernels._vector_memory import LANES, Need, Parts, up
+from ejkernel.kernels.flash_attention._tpu import compiled
 from ejkernel.kernels.flash_attention.common import Rules
 
 from .spilled import WEIGHTS
@@ -28,38 +29,39 @@ _INTERNAL = 72 << 10  # bytes of an internal scratch array on v6e; 36 KiB on v5e
 
 
 class Dims(NamedTuple):
-    """The sizes of a call's heads: dimensions, query heads of one key head, and bytes of an element."""
+    """A call's heads: dimensions, query heads of one key head, and bytes of an element; and the chip, if known."""
 
     head: int
     value: int
     repeats: int
     size: int
+    chip: str = ""
 
 
 def of_forward(
     dims: Dims, walked: tuple[Sight, Plan], rules: Rules, *, segmented: bool, sum_by_product: bool = False
-) -> Need:
-    """Return the bytes of the forward kernel."""
+) -> Parts:
+    """Return the memory of the forward kernel."""
     (head, value), plan = (up(dims.head), up(dims.value)), walked[1]
     windows = 2 * dims.size * (plan.block + plan.part) * (head + value) + _LINE * plan.block
     sums = up(dims.value + 1) if sum_by_product else value
     scratch = dims.size * plan.block * head + 4 * plan.block * (LANES + sums + (0 if sum_by_product else LANES))
     name = "forward by product" if sum_by_product and dims.size == 2 else "forward"
-    return need_of(_parts(name, (windows, scratch), dims, walked, rules, segmented))
+    return _parts(name, (windows, scratch), dims, walked, rules, segmented)
 
 
-def of_queries(dims: Dims, walked: tuple[Sight, Plan], rules: Rules, *, segmented: bool) -> Need:
-    """Return the bytes of the kernel for the query's gradient."""
+def of_queries(dims: Dims, walked: tuple[Sight, Plan], rules: Rules, *, segmented: bool) -> Parts:
+    """Return the memory of the kernel for the query's gradient."""
     (head, value), plan = (up(dims.head), up(dims.value)), walked[1]
     windows = 2 * dims.size * (plan.block * (2 * head + value) + plan.part * (head + value)) + 2 * _LINE * plan.block
     scratch = dims.size * plan.block * head + 4 * plan.block * (2 * LANES + head)
-    return need_of(_parts("queries", (windows, scratch), dims, walked, rules, segmented))
+    return _parts("queries", (windows, scratch), dims, walked, rules, segmented)
 
 
 def of_keys(
     dims: Dims, walked: tuple[Sight, Plan], rules: Rules, *, fused: bool, segmented: bool, transpose: bool = False
-) -> Need:
-    """Return the bytes of the kernel for the gradients of key and value."""
+) -> Parts:
+    """Return the memory of the kernel for the gradients of key and value."""
     (head, value), plan = (up(dims.head), up(dims.value)), walked[1]
     windows = 2 * dims.size * (2 * plan.block * (head + value) + plan.part * (head * (2 if fused else 1) + value))
     kept = plan.block * plan.blocks if fused and dims.repeats > 1 else plan.block
@@ -67,13 +69,13 @@ def of_keys(
     if fused:
         scratch += 4 * plan.part * (up(dims.head, 8) if transpose else head)
     windows += 2 * _LINE * plan.part
-    name = "fused" if fused else "keys"
-    return need_of(_parts(name, (windows, scratch), dims, walked, rules, segmented))
+    found = _parts("fused" if fused else "keys", (windows, scratch), dims, walked, rules, segmented)
+    return found._replace(form=f"{found.form}, transposed") if transpose and fused and found.form else found
 
 
 def need_of(parts: Parts) -> Need:
     """Return the lower bound and the upper estimate."""
-    return parts.need(WEIGHTS)
+    return parts.need(WEIGHTS, compiled())
 
 
 def _parts(
@@ -92,7 +94,21 @@ def _parts(
     is_straight = plan.blocks == 1 or (sight.everything and plan.columns <= plan.unroll * plan.chunk)
     kind = _kind(name, dims, sight, scores, segmented)
     known = windows + _INTERNAL + (scratch if scores.tile else 0)
-    return Parts(windows if is_straight else windows + scratch, known, kind, sizes)
+    least, form = windows if is_straight else windows + scratch, _form(name, dims, walked, rules, segmented)
+    return Parts(least, known, kind, sizes, form if dims.chip else "")
+
+
+def _form(name: str, dims: Dims, walked: tuple[Sight, Plan], rules: Rules, segmented: bool) -> str:
+    """Return what the intermediate values of a kernel depend on; not the lengths, as a loop walks over them."""
+    sight, plan = walked
+    chunks = plan.part // plan.chunk
+    words = [dims.chip, name, f"{dims.head}/{dims.value}", "float32" if dims.size == 4 else "", f"block {plan.block}"]
+    words += [f"chunk {plan.chunk}", f"unroll {min(plan.unroll, chunks)}", f"rows {plan.rows}", f"strip {plan.strip}"]
+    words += [f"sees {sight.before}/{sight.after}", "" if sight.offset == 0 else "offset"]
+    words += ["grouped" if dims.repeats > 1 and name == "fused" else "", "capped" if rules.soft_cap is not None else ""]
+    words += ["ids" if segmented else "", "one block" if plan.blocks == 1 else ""]
+    words += ["streamed" if plan.parts > 1 else "", "no loop" if chunks <= plan.unroll else ""]
+    return ", ".join(filter(None, words))
 
 
 def _kind(name: str, dims: Dims, sight: Sight, scores: Scores, segmented: bool) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ import jax
 import numpy as np
 
 from ejkernel.ops.autotuner.compile.processes import compile_processes
+from ejkernel.ops.autotuner.compile.programs import Programs, figures
 from ejkernel.ops.autotuner.compile.targets import Target, compile_for
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, CompileThreads, Done
 from ejkernel.ops.autotuner.process.threads import in_callers_context
@@ -45,8 +45,7 @@ SCHEMA: Final = 4
 _MANIFEST = "manifest.json"
 _LARGEST = 16 << 20  # bytes of a manifest; a candidate takes hundreds
 _MOST_ARRAYS = 1 << 16  # that a program takes or returns
-_FILE = re.compile(r"\d+-\d+\.bin")
-_OF_PROGRAM: Final = ("inputs", "outputs", "mosaic", "spilled", "vector_memory")  # fields of `Program` in its row
+_FILE = re.compile(r"[0-9a-f-]+\.bin")
 
 Candidates = Callable[[Invocation[Any, Any]], Collection[Any]]  # the candidates of a call
 Progress = Callable[[Invocation[Any, Any], int, int], None]  # see `compile_bundle`
@@ -145,12 +144,13 @@ def compile_bundle(
 ) -> list[BundledCall]:
     """Compile the candidates of calls for a target and write them to a folder. Measures nothing.
 
-    Calls without candidates are skipped with a `TuningWarning`.
+    Calls without candidates are skipped with a `TuningWarning`. If this is interrupted, in whatever way, the same call
+    goes on: it compiles no program again that is in the folder.
 
     Args:
         calls: The abstract calls, with their kernels.
         target: The device to compile for.
-        folder: The output folder; created if missing, and must be empty.
+        folder: The output folder; created if missing, and must be empty or that of an interrupted bundle.
         candidates: Returns the candidates of a call beside its heuristic; the kernel's `config_space` by default.
         max_candidates: Number of candidates of a `ConfigSpace` to compile, chosen at random.
         processes: Number of processes that compile, where they can compile for the target; 0: threads of this process,
@@ -158,43 +158,23 @@ def compile_bundle(
         progress: Called with the call, the number of finished candidates and the number of all candidates.
 
     Raises:
-        ConfigError: The folder is not empty or not writable, or this machine cannot compile for the target.
+        ConfigError: The folder has other files or is not writable, or this machine cannot compile for the target.
     """
     processes = processes if target.suits_processes else 0
     # Raise once here instead of for each candidate.
     target.check(loads_compiler=not processes)
+    compilers = {"target": target.fingerprint, "jax": jax.__version__, "jaxlib": str(version("jaxlib"))}
+    compilers["libtpu"] = str(version("libtpu")) if target.platform == "tpu" else ""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        is_empty = not any(folder.iterdir())
+        with Programs.opened(folder, compilers) as programs, worker_session():
+            aimed = aimed_calls(calls, target, candidates, max_candidates, "compile")
+            how = (target, processes, progress, programs)
+            written = [_written(inv, configs, _compile_call(inv, configs, *how)) for inv, configs in aimed]
+            write_file(folder / _MANIFEST, sealed_json(_Manifest(schema=SCHEMA, calls=written, **compilers)))
+            programs.end({row.file for call in written for row in (*call.candidates, call.reference) if row})
     except OSError as error:
         raise ConfigError(f"the bundle's folder {folder} cannot be written: {error}") from error
-    if not is_empty:
-        raise ConfigError(f"the bundle's folder must be empty, but {folder} is not; remove it or name another.")
-    bundled, written = [], []
-    try:
-        with worker_session():
-            aimed = aimed_calls(calls, target, candidates, max_candidates, "compile")
-            for number, (inv, configs) in enumerate(aimed):
-                ended = _compile_call(inv, configs, target, processes, progress)
-                written.append(_written(inv, configs, ended, folder, number))
-                bundled.append(_bundled(written[-1], folder))
-        manifest = _Manifest(
-            schema=SCHEMA,
-            target=target.fingerprint,
-            jax=jax.__version__,
-            jaxlib=str(version("jaxlib")),
-            calls=written,
-            libtpu=str(version("libtpu")) if target.platform == "tpu" else "",
-        )
-        write_file(folder / _MANIFEST, sealed_json(manifest))
-    except BaseException as error:
-        for file in folder.iterdir():  # remove the incomplete bundle, so that the next attempt finds an empty folder
-            if _FILE.fullmatch(file.name) or file.name == _MANIFEST:  # keep files of other programs
-                file.unlink()
-        if isinstance(error, OSError):
-            raise ConfigError(f"the bundle's folder {folder} cannot be written: {error}") from error
-        raise
-    return bundled
+    return [_bundled(call, folder) for call in written]
 
 
 def _compile_call(
@@ -203,6 +183,7 @@ def _compile_call(
     target: Target,
     processes: int,
     progress: Progress | None,
+    programs: Programs,
 ) -> list[Done[Program]]:
     """Return the compilation result of each candidate and, last, of the reference if the kernel has one."""
     assert inv.kernel is not None  # calls found in programs have one
@@ -210,13 +191,15 @@ def _compile_call(
     choices = [Choice(config=config, platform=inv.platform) for config in configs]
     if overrides(inv.kernel, "reference"):
         choices.append(Choice(config=configs[0], platform=inv.platform, reference=True))
+    known = programs.known
     jobs: list[Callable[[], Program]] = [
-        functools.partial(compile_for, inv, choice, target, only_once=choice.reference) for choice in choices
+        functools.partial(compile_for, inv, choice, target, only_once=choice.reference, known=known)
+        for choice in choices
     ]
     if processes:
         pool = compile_processes(processes)
         jobs = [functools.partial(pool.run, job, lambda: timeout.seconds) for job in jobs]
-    return carried_out(inv, jobs, width=processes or None, timeout=timeout, progress=progress)
+    return carried_out(inv, jobs, width=processes or None, timeout=timeout, progress=progress, kept=programs.kept)
 
 
 def carried_out(
@@ -226,13 +209,14 @@ def carried_out(
     width: int | None,
     timeout: AdaptiveTimeout,
     progress: Progress | None,
+    kept: Callable[[Done[Program]], Done[Program]] = lambda done: done,
 ) -> list[Done[Program]]:
-    """Return the result of each job of a call, from `width` threads."""
+    """Return the result of each job of a call, from `width` threads; `kept` gets each as soon as it is there."""
     ended: dict[int, Done[Program]] = {}
     # Kernels called inside these kernels must not be tuned.
     inside = [in_callers_context(job, deeper=True) for job in jobs]
     for done in CompileThreads(inside, width=width, timeout=timeout).results():
-        ended[done.index] = done
+        ended[done.index] = kept(done)
         if progress is not None:
             progress(inv, len(ended), len(jobs))
     return [ended[index] for index in range(len(jobs))]
@@ -269,28 +253,22 @@ def _candidates(inv: Invocation[Cfg, Out], candidates: Candidates | None, max_ca
     return list({config_id(config): config for config in (*heuristic_of(inv, kernel), *others)}.values())
 
 
-def _written(
-    inv: Invocation[Cfg, Out], configs: Sequence[object], ended: Sequence[Done[Program]], folder: Path, number: int
-) -> _Call:
-    """Write the programs of a call, each once, and return its part of the manifest."""
-    names = (f"{number:03d}-{index:04d}.bin" for index in itertools.count())
+def _written(inv: Invocation[Cfg, Out], configs: Sequence[object], ended: Sequence[Done[Program]]) -> _Call:
+    """Return a call's part of the manifest."""
     rows, first = [], dict[str, Any]()
-    for config, done, name in zip(configs, ended, names, strict=False):
-        program = done.result
+    for config, done in zip(configs, ended, strict=False):
+        digest = done.result.digest if done.result is not None else ""
         row = _row(config, done)
-        if program is not None and program.digest in first:
-            reason = f"the same program as {compact(first[program.digest])}"
-            rows.append(dataclasses.replace(row, status=Status.SAME, reason=reason))
-            continue
-        if program is not None and program.digest:
-            first[program.digest] = config
-        rows.append(_with_file(row, program, folder / name))
-    reference = None
-    if len(ended) > len(configs):  # the reference gets its own file even if it equals a candidate's program
-        done = ended[len(configs)]
-        row = _with_file(_row(None, done), done.result, folder / next(names))
-        reference = row if row.file is not None else None
-    return _Call(description=inv.description, candidates=rows, reference=reference)
+        if digest in first:
+            reason = f"the same program as {compact(first[digest])}"
+            row = dataclasses.replace(row, status=Status.SAME, reason=reason)
+        else:
+            row = _with_file(row, done.result)
+            first |= {digest: config} if digest else {}
+        rows.append(row)
+    reference = _with_file(_row(None, ended[-1]), ended[-1].result) if len(ended) > len(configs) else None
+    has_file = reference is not None and reference.file is not None
+    return _Call(description=inv.description, candidates=rows, reference=reference if has_file else None)
 
 
 def _row(config: object, done: Done[Program]) -> _Row:
@@ -312,16 +290,12 @@ def _row(config: object, done: Done[Program]) -> _Row:
     )
 
 
-def _with_file(row: _Row, program: Program | None, file: Path) -> _Row:
-    """Write the code of a program, if it has any; return the row with the fields needed to load it."""
-    if program is None or not isinstance(program.code, bytes):
+def _with_file(row: _Row, program: Program | None) -> _Row:
+    """Return the row with the fields needed to load its program, if that has a file."""
+    if program is None or not isinstance(program.code, CodeFile):
         return row
-    digest = CodeFile.written(file, program.code).sha256
-    return dataclasses.replace(row, file=file.name, sha256=digest, **_figures(program))
-
-
-def _figures(found: _Row | Program) -> dict[str, Any]:
-    return {name: getattr(found, name) for name in _OF_PROGRAM}
+    file = program.code
+    return dataclasses.replace(row, file=file.path.name, sha256=file.sha256, **figures(program))
 
 
 # --- reading a bundle ---
@@ -423,4 +397,4 @@ def _program(row: _Row, folder: Path) -> Program | None:
     if not (0 <= row.inputs <= _MOST_ARRAYS and 0 <= row.outputs <= _MOST_ARRAYS):
         counts = f"{describe(row.inputs)} arrays and returns {describe(row.outputs)}"
         raise ConfigError(f"the bundle {folder} has a program that takes {counts}; compile it again.")
-    return Program(code=CodeFile(folder / row.file, row.sha256), **_figures(row))
+    return Program(code=CodeFile(folder / row.file, row.sha256), **figures(row))

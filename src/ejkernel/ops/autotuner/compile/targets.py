@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import resources
 from typing import Any
 
@@ -168,7 +168,14 @@ def _no_libtpu(why: str) -> ConfigError:
     )
 
 
-def compile_for(inv: Invocation[Cfg, Out], choice: Choice, target: Target, *, only_once: bool = False) -> Program:
+def compile_for(
+    inv: Invocation[Cfg, Out],
+    choice: Choice,
+    target: Target,
+    *,
+    only_once: bool = False,
+    known: Collection[str] = (),
+) -> Program:
     """Compile a call for a target. Works in any process.
 
     Args:
@@ -176,6 +183,7 @@ def compile_for(inv: Invocation[Cfg, Out], choice: Choice, target: Target, *, on
         choice: The implementation and configuration.
         target: The device.
         only_once: The program runs once, so compile it even if XLA would tune it on the device.
+        known: Digests of programs that are only lowered; they are returned without code.
     """
     types = [target.placed(like) for like in example_types(inv)]
     with target.entered(), compat.numerics(inv.numerics):
@@ -191,6 +199,8 @@ def compile_for(inv: Invocation[Cfg, Out], choice: Choice, target: Target, *, on
             return Program(why_left="it calls back into the process that compiles it")
         if target.platform == "gpu" and target.description and _TUNED_BY_XLA.search(text) and not only_once:
             return Program(digest=digest, why_left="XLA tunes some of its operations on the device")
+        if digest in known:
+            return Program(digest=digest)
         compiled = compat.compiled_to_be_serialized(lowered)
         code = compat.serialized(compiled)
         memory = compat.vector_memory(compiled.as_text()) if "@tpu_custom_call" in text else []

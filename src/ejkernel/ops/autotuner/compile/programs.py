@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a bundle's programs, which a second attempt at an interrupted bundle uses again.
+
+A program's file has the name of its digest, that of the lowered program. Beside it is a file of facts until the bundle
+has a manifest. A second attempt lowers every candidate again, and compiles those whose digest is not there yet. So a
+kernel that was changed in between is compiled as it is now. Candidates that failed are tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from ejkernel.ops.autotuner.compile.threads import Done
+from ejkernel.ops.autotuner.trials.candidates import CodeFile, Program
+from ejkernel.ops.config._files import UnusableError, read_file
+from ejkernel.ops.config._writing import exclusive, write_file
+from ejkernel.ops.errors import CandidateError, ConfigError, SerializationError
+from ejkernel.ops.utils.error_text import printable
+from ejkernel.ops.utils.storage.serialize import from_plain, read_object, sealed_json
+
+logger = logging.getLogger(__name__)
+
+_SCHEMA: Final = 1
+_LARGEST: Final = 1 << 16  # bytes of a file of facts
+_FACTS, _CODE = ".facts.json", ".bin"
+_FILE: Final = re.compile(r"([0-9a-f]{64})(\.facts\.json|\.bin)|\..*\.tmp")  # the last are those of a killed writer
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Facts:
+    """What a bundle says about a program beside its code, and what compiled it."""
+
+    schema: int
+    compilers: dict[str, str]
+    code: str  # digest of its file
+    compile_seconds: float
+    inputs: int
+    outputs: int
+    mosaic: bool
+    spilled: int | None
+    vector_memory: int | None
+
+
+class Programs:
+    """The programs in the folder of a bundle that is being compiled.
+
+    Args:
+        folder: The folder.
+        compilers: The device and the versions of what compiles; programs of others are compiled again.
+    """
+
+    def __init__(self, folder: Path, compilers: Mapping[str, str]) -> None:
+        self._folder = folder
+        self._compilers = dict(compilers)
+        self._found = dict(self._earlier())
+        if self._found:
+            logger.info("%d programs of an earlier attempt are used again: %s", len(self._found), printable(folder))
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, folder: Path, compilers: Mapping[str, str]) -> Iterator[Programs]:
+        """Hold the folder for a `with` block: another process would remove files of this one at its end.
+
+        Raises:
+            ConfigError: The folder has files that are none of an interrupted bundle.
+            OSError: The folder is not writable, or another process compiles into it.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(_FILE.fullmatch(file.name) is None for file in folder.iterdir()):
+            raise ConfigError(
+                f"the bundle's folder must be empty, or that of an interrupted bundle, but {folder} is not; remove it "
+                "or name another."
+            )
+        with exclusive(folder):
+            yield cls(folder, compilers)
+
+    @property
+    def known(self) -> frozenset[str]:
+        """The digests of the programs that need not be compiled."""
+        return frozenset(self._found)
+
+    def kept(self, done: Done[Program]) -> Done[Program]:
+        """Return a finished job with its program in a file; of an earlier attempt, if it was not compiled again.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        program = done.result
+        if program is None or program.why_left or isinstance(program.code, CodeFile):
+            return done
+        if (found := self._found.get(program.digest)) is not None:  # two codes of one program may differ
+            seconds = done.seconds if program.code is not None else found.seconds
+            return dataclasses.replace(done, result=found.result, seconds=seconds)
+        assert program.code is not None  # only known programs have none
+        found = dataclasses.replace(done, result=self._written(program, program.code, done.seconds))
+        self._found[program.digest] = found
+        return found
+
+    def end(self, files: Collection[str | None]) -> None:
+        """Remove the facts, and programs that the manifest does not name."""
+        for file in self._folder.iterdir():
+            if (match := _FILE.fullmatch(file.name)) is not None and match[2] and file.name not in files:
+                file.unlink()
+
+    def _written(self, program: Program, code: bytes, seconds: float) -> Program:
+        file = CodeFile.written(self._folder / f"{program.digest}{_CODE}", code)
+        facts = _Facts(
+            schema=_SCHEMA,
+            compilers=self._compilers,
+            code=file.sha256,
+            compile_seconds=seconds,
+            **figures(program),
+        )
+        # after the code, so that a program with facts is whole
+        write_file(self._folder / f"{program.digest}{_FACTS}", sealed_json(facts))
+        return dataclasses.replace(program, code=file)
+
+    def _earlier(self) -> Iterator[tuple[str, Done[Program]]]:
+        """Yield the digests and programs of an earlier attempt by the same compilers."""
+        for file in self._folder.glob(f"*{_FACTS}"):
+            try:
+                raw = read_file(file, _LARGEST)
+                facts = from_plain(read_object(raw or b"", _SCHEMA, "the facts of a program"), _Facts)
+                digest = file.name.removesuffix(_FACTS)
+                code = CodeFile(self._folder / f"{digest}{_CODE}", facts.code)
+                code.read()
+            except (UnusableError, SerializationError, CandidateError) as error:
+                logger.warning("a program is compiled again: %s: %s", printable(file), printable(error))
+                continue
+            if facts.compilers == self._compilers:
+                program = Program(digest=digest, code=code, **figures(facts))
+                yield digest, Done(0, program, None, facts.compile_seconds)
+
+
+def figures(found: Any) -> dict[str, Any]:
+    """Return the fields that a program shares with its row of a manifest and its facts."""
+    return {name: getattr(found, name) for name in ("inputs", "outputs", "mosaic", "spilled", "vector_memory")}
