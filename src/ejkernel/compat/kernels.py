@@ -302,8 +302,8 @@ def uniform(number: Any) -> Any:
         del context
         own = number.registers.item() if isinstance(number, gpu.FragmentedArray) else number
         # The result of this instruction is a uniform register.
-        word = ir.IntegerType.get_signless(32)
-        shared = llvm.inline_asm(word, [own], "redux.sync.min.s32 $0, $1, 0xffffffff;", "=r,r", has_side_effects=False)
+        word, text = ir.IntegerType.get_signless(32), "redux.sync.min.s32 $0, $1, 0xffffffff;"
+        shared: Any = llvm.inline_asm(word, [own], text, "=r,r", has_side_effects=False)  # its type differs by version
         return gpu.FragmentedArray.splat(shared, (), is_signed=True)
 
     made = plgpu.ShapeDtypeStruct((), jnp.int32, layout=layout)
