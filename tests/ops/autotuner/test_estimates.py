@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -248,6 +249,31 @@ def test_each_candidate_has_an_estimate_or_a_reason(estimates):
     assert [config for config, (_, is_heuristic, _) in rows.items() if is_heuristic] == [20]
     assert rows[7][2] == "not estimated: the worker was killed by SIGABRT: Check failed: no such unit"
     assert rows[8][2] == "not estimated: simulating it takes longer than 600 s"
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(store):
+    files, done = EstimateFiles(store.path), []
+
+    def simulated(inv, choice):
+        done.append(choice.config)
+        return Program(cycles=choice.config * 1000.0)
+
+    def interrupt(inv, finished, number):
+        if finished == 3:
+            raise KeyboardInterrupt
+
+    run = functools.partial(estimate_calls, [CALL], V6E, simulate=simulated, store=files)
+    with pytest.raises(KeyboardInterrupt):
+        run(progress=interrupt)
+    stored, before = files.load(CALL.key), len(done)
+    assert stored.unfinished
+    assert len(stored.ranked) == 3
+    (found,) = run()
+    assert len(found.rows) == 6
+    assert len(done) == before + 3
+    assert not files.load(CALL.key).unfinished
+    run()  # a finished one is repeated as a whole
+    assert len(done) == before + 3 + 6
 
 
 def test_the_reason_of_a_killed_simulator_names_the_memory():

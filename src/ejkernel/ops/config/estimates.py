@@ -74,6 +74,7 @@ class Estimates(CallRecord):
         versions: Of the compiler with the simulator, and of JAX.
         time: When they were made.
         rows: The configurations.
+        unfinished: Whether the run that made them has not ended; the next run then uses them again.
     """
 
     status: str
@@ -81,6 +82,7 @@ class Estimates(CallRecord):
     versions: dict[str, str]
     time: str
     rows: list[EstimatedRow]
+    unfinished: bool = False
 
     @classmethod
     def of(cls, inv: Invocation[Any, Any], method: str, rows: Sequence[EstimatedRow]) -> Estimates:

@@ -71,11 +71,8 @@ class Preparation:
         if self.folder is not None:
             bundled = compile_bundle(calls, self.aim, self.folder, **options)
             return PreparedCalls(device=self.aim.fingerprint, bundled=tuple(bundled), folder=self.folder)
-        estimates = tuple(estimate_calls(calls, self.aim, **options))
-        if cache is not None and cache.path is not None:
-            for each in estimates:
-                if each.ranked:
-                    EstimateFiles(cache.path).put(each)
+        store = EstimateFiles(cache.path) if cache is not None and cache.path is not None else None
+        estimates = tuple(estimate_calls(calls, self.aim, store=store, **options))
         return PreparedCalls(device=self.aim.fingerprint, estimates=estimates)
 
 

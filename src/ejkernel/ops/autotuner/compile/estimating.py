@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import logging
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from ejkernel.ops.autotuner.compile.bundles import Candidates, Progress, aimed_calls, carried_out
@@ -17,11 +19,13 @@ from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, Done, GivenUpError
 from ejkernel.ops.autotuner.process.worker import worker_session
 from ejkernel.ops.autotuner.trials.candidates import Program, config_id, heuristic_of
-from ejkernel.ops.config.estimates import EstimatedRow, Estimates, row_of
+from ejkernel.ops.config.estimates import EstimatedRow, EstimateFiles, Estimates, row_of
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import kernel_of
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.errors import CandidateError
+
+logger = logging.getLogger(__name__)
 
 _TIMEOUT: Final = 600.0  # seconds for one candidate: simulating takes some 8 us for each simulated cycle
 
@@ -38,11 +42,13 @@ def estimate_calls(
     timeout_s: float = _TIMEOUT,
     simulate: Simulate | None = None,
     progress: Progress | None = None,
+    store: EstimateFiles | None = None,
 ) -> list[Estimates]:
     """Estimate the times of the candidates of calls on a target. Measures nothing and needs no device.
 
     A candidate that the simulator cannot estimate gets a row with the reason. Calls without candidates are skipped with
-    a `TuningWarning`.
+    a `TuningWarning`. An interrupted run stores what it has, and the next run goes on there. It does not notice that a
+    kernel has changed in between.
 
     Args:
         calls: The abstract calls, with their kernels.
@@ -53,9 +59,10 @@ def estimate_calls(
         timeout_s: Seconds for one candidate.
         simulate: Returns the program of a call with its cycles; by default Google's compiler does.
         progress: Called with the call, the number of finished candidates and the number of all candidates.
+        store: Takes the estimates of each call.
 
     Raises:
-        ConfigError: This machine has no simulator for the target.
+        ConfigError: This machine has no simulator for the target, or `store` is not writable.
     """
     check_simulated(target)
     if simulate is None:
@@ -65,13 +72,19 @@ def estimate_calls(
         if simulate is None:
             simulate = _in_processes(stack, target, processes, timeout_s)
         for inv, configs in aimed_calls(calls, target, candidates, max_candidates, "estimate"):
-            jobs = [
-                functools.partial(simulate, inv, Choice(config=config, platform=inv.platform)) for config in configs
-            ]
+            rows = _Rows(inv, target, timeout_s, store)
+            left = rows.left(configs)
+            jobs = [functools.partial(simulate, inv, Choice(config=config, platform=inv.platform)) for config in left]
             # The processes have the same deadline, and end first.
             timeout = AdaptiveTimeout(first=2 * timeout_s, least=2 * timeout_s)
-            ended = carried_out(inv, jobs, width=processes, timeout=timeout, progress=progress)
-            found.append(Estimates.of(inv, METHOD, _rows(inv, target, configs, ended, timeout_s)))
+            keep = functools.partial(rows.keep, left)
+            with rows.stored():
+                carried_out(inv, jobs, width=processes, timeout=timeout, progress=progress, kept=keep)
+            found.append(rows.estimates(configs))
+    if store is not None:
+        for each in found:
+            if each.ranked:
+                store.put(each)
     return found
 
 
@@ -88,26 +101,62 @@ def _in_processes(stack: contextlib.ExitStack, target: Target, count: int, timeo
     return simulate
 
 
-def _rows(
-    inv: Invocation[Any, Any],
-    target: Target,
-    configs: Sequence[object],
-    ended: Sequence[Done[Program]],
-    timeout_s: float,
-) -> list[EstimatedRow]:
-    heuristics = {config_id(config) for config in heuristic_of(inv, kernel_of(inv))}
-    rows = []
-    for config, done in zip(configs, ended, strict=True):
+class _Rows:
+    """The rows of a call, by configuration; those of an interrupted run first."""
+
+    def __init__(
+        self, inv: Invocation[Any, Any], target: Target, timeout_s: float, store: EstimateFiles | None
+    ) -> None:
+        self._inv, self._target, self._timeout_s, self._store = inv, target, timeout_s, store
+        self._heuristics = {config_id(config) for config in heuristic_of(inv, kernel_of(inv))}
+        self._rows: dict[Any, EstimatedRow] = {}
+
+    def left(self, configs: Sequence[object]) -> list[object]:
+        """Return the configurations that no interrupted run of this compiler has estimated."""
+        earlier = None if self._store is None else self._store.load(self._inv.key)
+        if (
+            earlier is None
+            or not earlier.unfinished
+            or earlier.versions != Estimates.of(self._inv, METHOD, []).versions
+        ):
+            return list(configs)
+        for config in configs:
+            own = row_of(config)
+            for row in earlier.ranked:
+                if (row.config, row.config_type) == (own.config, own.config_type):
+                    self._rows[config_id(config)] = row
+        logger.info("%s: %d estimates of an interrupted run are used again", self._inv.op_id, len(self._rows))
+        return [config for config in configs if config_id(config) not in self._rows]
+
+    def keep(self, configs: Sequence[object], done: Done[Program]) -> Done[Program]:
+        """Add the row of a finished job; its index is that of its configuration."""
+        config = configs[done.index]
+        self._rows[config_id(config)] = self._row(config, done)
+        return done
+
+    @contextlib.contextmanager
+    def stored(self) -> Iterator[None]:
+        """Store the rows at the end of a `with` block, however it ends, as those of an unfinished run."""
+        try:
+            yield
+        finally:
+            found = dataclasses.replace(Estimates.of(self._inv, METHOD, list(self._rows.values())), unfinished=True)
+            if self._store is not None and found.ranked:
+                self._store.put(found)
+
+    def estimates(self, configs: Sequence[object]) -> Estimates:
+        """Return the estimates of these configurations."""
+        return Estimates.of(self._inv, METHOD, [self._rows[config_id(config)] for config in configs])
+
+    def _row(self, config: object, done: Done[Program]) -> EstimatedRow:
         program = done.result
-        known: dict[str, Any] = {"is_heuristic": config_id(config) in heuristics}
+        known: dict[str, Any] = {"is_heuristic": config_id(config) in self._heuristics}
         if program is None or program.cycles is None:
-            rows.append(row_of(config, reason=_why_not(done.error, timeout_s), **known))
-            continue
+            return row_of(config, reason=_why_not(done.error, self._timeout_s), **known)
         least = program.cycles if program.least_cycles is None else program.least_cycles
         known |= {"cycles": round(program.cycles, 1), "simulated": program.simulated}
-        us, least_us = (round(seconds_of(cycles, target) * 1e6, 4) for cycles in (program.cycles, least))
-        rows.append(row_of(config, us=us, least_us=least_us, **known))
-    return rows
+        us, least_us = (round(seconds_of(cycles, self._target) * 1e6, 4) for cycles in (program.cycles, least))
+        return row_of(config, us=us, least_us=least_us, **known)
 
 
 def _why_not(error: BaseException | None, timeout_s: float) -> str:
