@@ -121,6 +121,18 @@ def test_quantised_arrays_pass_through_jit_vmap_and_scan():
 
 
 @pytest.mark.slow
+def test_layers_take_stacked_matrices_apart():
+    x, stacked = normal(16, 64), quantize(normal(3, 64, 64), block=(32, 32), axis=(1, 2))
+    rows = quantize(x, block=32)
+    apart = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(3)]
+    expected = jnp.stack([plain(rows, w) for w in apart])
+    product = lambda w: quantized_matmul(rows, w, preferred_element_type="float32")  # noqa: E731
+    assert_near(jnp.stack([product(w) for w in apart]), expected)
+    assert_near(jax.vmap(product)(stacked), expected)
+    assert_near(jax.lax.scan(lambda carry, w: (carry, product(w)), 0, stacked)[1], expected)
+
+
+@pytest.mark.slow
 def test_qwix_arrays_are_converted_both_ways(monkeypatch):
     qwix = types.ModuleType("qwix")
     qwix.QArray = lambda qvalue, scale, zero_point=None: types.SimpleNamespace(

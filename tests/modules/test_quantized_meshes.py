@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,11 +71,15 @@ def test_rows_and_columns_in_8_bits_are_split_by_whole_blocks(kind, square):
 @pytest.mark.parametrize(
     "options", [{"block": 128, "axis": (0, 1)}, {"block": 64}, {"axis": 0}, {"axis": None}], ids=str
 )
-def test_quantize_takes_arrays_over_explicit_axes(spec, options):
-    w = normal(512, 1024)
-    found, expected = quantize(placed(mesh_of(AxisType.Explicit), w, *spec), **options), quantize(w, **options)
+@pytest.mark.parametrize("entered", [False, True], ids=["", "set_mesh"])
+def test_quantize_takes_arrays_over_explicit_axes(spec, options, entered):
+    w, mesh = normal(512, 1024), mesh_of(AxisType.Explicit)
+    expected = quantize(w, **options)
+    with jax.set_mesh(mesh) if entered else contextlib.nullcontext():
+        found = quantize(placed(mesh, w, *spec), **options)
+        wide = found.dequantize()
     near(found.values, expected.values, 0.0)
-    near(found.dequantize(), expected.dequantize(), 0.0)
+    near(wide, expected.dequantize(), 0.0)
 
 
 def test_quantize_refuses_explicit_shards_that_cut_a_block():

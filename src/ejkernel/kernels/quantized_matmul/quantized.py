@@ -42,7 +42,8 @@ class Quantized:
         values: Numbers in `float8_e4m3fn`, `float8_e5m2` or `int8`.
         scale: float32 or bfloat16, of the same rank, with `ceil(size / block)` entries along each axis.
         block: The size of a block along each of the last axes; `None` is the whole axis. Axes before these, such as
-            those that `jax.vmap` or stacking adds, have a scale for each entry.
+            those that `jax.vmap` or stacking adds, have a scale for each entry. Axes that indexing, `jax.vmap` or
+            `scan` takes away must have blocks of 1.
     """
 
     values: jax.Array
@@ -207,13 +208,19 @@ def spread(scale: jax.Array, shape: Sequence[int], block: Block) -> jax.Array:
     """Return scales with an entry for each element, or of length 1 along axes where all elements share one."""
     for axis, (size, b) in enumerate(zip(shape, full_block(block, len(shape)), strict=True)):
         if b not in (None, 1):
-            scale = jax.lax.slice_in_dim(jnp.repeat(scale, b, axis), 0, size, axis=axis)
+            # JAX repeats no entries of an axis that is sharded over explicit mesh axes.
+            wide = jnp.broadcast_to(
+                jnp.expand_dims(scale, axis + 1), (*scale.shape[: axis + 1], b, *scale.shape[axis + 1 :])
+            )
+            scale = wide.reshape(*scale.shape[:axis], -1, *scale.shape[axis + 1 :])
+            if scale.shape[axis] != size:
+                scale = jax.lax.slice_in_dim(scale, 0, size, axis=axis)
     return scale
 
 
 def full_block(block: Block, rank: int) -> Block:
-    """Return the block with an entry for each axis."""
-    return (1,) * (rank - len(block)) + block
+    """Return the block with an entry for each axis; axes that `jax.vmap` or indexing took away had 1."""
+    return (1,) * (rank - len(block)) + block[max(0, len(block) - rank) :]
 
 
 def scale_shape(shape: Sequence[Any], block: Block) -> tuple[Any, ...]:
@@ -229,10 +236,11 @@ def check_quantized(name: str, array: Quantized) -> None:
     values, scale, block = (getattr(array, part) for part in ("values", "scale", "block"))
     if not is_array(values) or str(values.dtype) not in LARGEST:
         raise ArgumentError(f"{name}.values must have dtype {', '.join(LARGEST)}; got {type_text(values)}.")
-    if not isinstance(block, tuple) or len(block) > len(values.shape) or not all(map(_is_size, block)):
+    rank = len(values.shape)
+    if not isinstance(block, tuple) or not all(map(_is_size, block)) or set(block[: max(0, len(block) - rank)]) - {1}:
         raise ArgumentError(
-            f"{name}.block must be a tuple of positive integers or None, at most one per axis of {type_text(values)}; "
-            f"got {block!r}."
+            f"{name}.block must be a tuple of positive integers or None, one per axis of {type_text(values)}, after 1 "
+            f"for axes that indexing or jax.vmap took away; got {block!r}."
         )
     wanted = scale_shape(values.shape, block)
     if not is_array(scale) or str(scale.dtype) not in SCALE_DTYPES or tuple(scale.shape) != wanted:
@@ -290,7 +298,11 @@ def quantized_operand(name: str, array: Any, scale: Any = None) -> tuple[Any, An
         return array, None, None
     if scale is not None:
         raise ArgumentError(f"{name}_scale must be None, because {name} is Quantized and has its own scales.")
-    return *without_gradient(array.values, array.scale), array.block
+    values, scale = without_gradient(array.values, array.scale)
+    if len(array.block) <= len(values.shape):
+        return values, scale, array.block
+    check_quantized(name, array)
+    return values, scale, full_block(array.block, len(values.shape))
 
 
 def canonical_dtype(name: str, dtype: Any, allowed: Sequence[str]) -> str:
