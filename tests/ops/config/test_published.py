@@ -112,7 +112,7 @@ def tier_of(chain, inv, name="published"):
 def test_an_untuned_call_gets_it_with_its_source(chain_of):
     chain = chain_of(row(64))
     assert chain.resolve(call_of(), KERNEL).config == fast(64)
-    assert tier_of(chain, call_of()).note == f"published in {SOURCE}: 100.0 us, XLA 200.0 us"
+    assert tier_of(chain, call_of()).note == f"published in {SOURCE}, whose call took 100.0 us, and 200.0 us by XLA"
 
 
 def test_a_measured_configuration_replaces_it(chain_of):

@@ -50,7 +50,7 @@ class PublishedRow(NamedTuple):
         if self.us is None or self.xla_us is None:
             return f"published in {self.source}"
         mine, theirs = durations((self.us / 1e6, self.xla_us / 1e6))
-        return f"published in {self.source}: {mine}, XLA {theirs}"
+        return f"published in {self.source}, whose call took {mine}, and {theirs} by XLA"
 
     @property
     def why_not_untuned(self) -> str:

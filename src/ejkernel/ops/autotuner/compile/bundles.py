@@ -313,7 +313,7 @@ def read_bundle(folder: Path) -> list[BundledCall]:
     try:
         raw = read_file(folder / _MANIFEST, _LARGEST)
         if raw is None:
-            raise UnusableError(f"it has no {_MANIFEST}")
+            raise UnusableError(f"it has no {_MANIFEST}; if it was interrupted, the same command finishes it")
         manifest = from_plain(read_object(raw, SCHEMA, "the manifest of one"), _Manifest)
     except (UnusableError, SerializationError) as error:
         raise ConfigError(f"{folder} is not a usable bundle: {error}; compile it again.") from error
