@@ -288,6 +288,7 @@ def test_rejected_arguments_are_named(change, message):
         ({"block": 0}, "block must be a positive integer or None"),
         ({"block": (1, 2)}, "block must be a positive integer or None for each axis"),
         ({"stochastic": True}, "stochastic must be a PRNG key"),
+        ({"stochastic": 0}, "stochastic must be a PRNG key or False, got 0"),
         ({"x": jnp.ones((2, 2), "int32")}, "x must be a floating-point array"),
     ],
 )

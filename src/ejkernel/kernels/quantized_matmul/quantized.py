@@ -23,6 +23,7 @@ from ejkernel.kernels._numbers import accumulator, is_integer
 from ejkernel.kernels._options import type_text
 from ejkernel.ops.core.sharding.split import mesh_axes
 from ejkernel.ops.errors import ArgumentError, UnsupportedError
+from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.values.signature import is_array, is_known
 
 Block = tuple[int | None, ...]
@@ -106,9 +107,11 @@ def quantize(
         canonical_dtype("scale_dtype", scale_dtype, SCALE_DTYPES),
     )
     blocks = _canonical_block(block, axis, len(x.shape))
-    if isinstance(stochastic, bool) and stochastic:
-        raise ArgumentError("stochastic must be a PRNG key or False, got True; pass jax.random.key(seed).")
-    key = () if isinstance(stochastic, bool) else (stochastic,)
+    if not (stochastic is False or _is_key(stochastic)):
+        raise ArgumentError(
+            f"stochastic must be a PRNG key or False, got {value_text(stochastic)}; pass jax.random.key(seed)."
+        )
+    key = () if stochastic is False else (stochastic,)
     x = jnp.asarray(x)
     _check_shards(x, blocks)
     return Quantized(*_quantized(name, scales, blocks, x, *key), blocks)
@@ -328,6 +331,10 @@ def _canonical_block(block: Any, axis: Any, rank: int) -> Block:
         raise ArgumentError(f"block must be a positive integer or None for each axis of {tuple(axes)}; got {block!r}.")
     found: dict[int, Any] = dict(zip(numbers, sizes, strict=True))
     return tuple(None if found.get(a, 1) is None else int(found.get(a, 1)) for a in range(rank))
+
+
+def _is_key(key: Any) -> bool:
+    return is_array(key) and (jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.dtype == np.uint32)
 
 
 def _is_size(size: Any) -> bool:
