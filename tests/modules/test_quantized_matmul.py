@@ -121,6 +121,28 @@ def test_quantised_arrays_pass_through_jit_vmap_and_scan():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("wide", [None, "x", "w"])
+def test_rows_of_the_result_take_factors(wide):
+    x, w, factors = normal(2, 8, 256), normal(32, 256, seed=1), normal(2, 8, seed=2)
+    rows, matrix = x if wide == "x" else quantize(x, block=128), w if wide == "w" else quantize(w, block=128)
+    run = lambda f: quantized_matmul(  # noqa: E731
+        rows, matrix, row_scale=f, transpose_w=True, preferred_element_type="float32"
+    )
+    expected = plain(rows, matrix.mT if wide == "w" else matrix.dequantize().mT)
+    assert_near(run(factors), expected * factors[..., None])
+    if wide is None:
+        assert_near(jax.grad(lambda f: run(f).sum())(factors), expected.sum(-1))
+        silu = quantized_matmul(
+            rows, matrix, activation="silu", row_scale=factors, transpose_w=True, preferred_element_type="float32"
+        )
+        assert_near(silu, jax.nn.silu(expected) * factors[..., None])
+        with pytest.raises(ArgumentError, match=r"row_scale must be None with quantize, got an array float32\[2, 8\]"):
+            quantized_matmul(rows, matrix, row_scale=factors, transpose_w=True, quantize="int8")
+    with pytest.raises(ArgumentError, match=r"row_scale must be an array of shape \(2, 8\), .*; got float32\[8\]"):
+        run(factors[0])
+
+
+@pytest.mark.slow
 def test_layers_take_stacked_matrices_apart():
     x, stacked = normal(16, 64), quantize(normal(3, 64, 64), block=(32, 32), axis=(1, 2))
     rows = quantize(x, block=32)

@@ -33,10 +33,16 @@ from ejkernel.kernels.quantized_matmul.quantizing.operation import Quantize as Q
 from ejkernel.kernels.quantized_matmul.quantizing.operation import QuantizeConfig as QuantizeConfig
 from ejkernel.kernels.quantized_matmul.quantizing.operation import quantize_blocks as _quantize_blocks
 from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.messages.names import names_checked
 from ejkernel.ops.utils.values.signature import is_array
 
-from .grouped_matmul import QuantizedGroupedActivationConfig, activated_product
+from .grouped_matmul import (
+    QuantizedGroupedActivationConfig,
+    QuantizedGroupedMatmulConfig,
+    activated_product,
+    grouped_matmul,
+)
 
 _NAMES_ELSEWHERE = {  # in PyTorch, Qwix, Transformer Engine and DeepGEMM
     "lhs": "x",
@@ -157,12 +163,13 @@ def quantized_matmul(
     w_scale: Float[Array, ...] | None = None,
     activation: Literal["silu", "gelu", "relu", "relu2"] | None = None,
     gate: Quantized | None = None,
+    row_scale: Float[Array, "*rows"] | None = None,
     quantize: None = None,
     transpose_w: bool = False,
     preferred_element_type: DTypeLike | None = None,
     accumulation: Literal["exact", "fast"] = "exact",
     implementation: str | Sequence[str] | None = None,
-    cfg: QuantizedMatmulConfig | QuantizedGroupedActivationConfig | None = None,
+    cfg: QuantizedMatmulConfig | QuantizedGroupedMatmulConfig | QuantizedGroupedActivationConfig | None = None,
 ) -> Float[Array, "*rows n"]: ...
 
 
@@ -192,12 +199,13 @@ def quantized_matmul(
     w_scale: Float[Array, ...] | None = None,
     activation: Literal["silu", "gelu", "relu", "relu2"] | None = None,
     gate: Quantized | None = None,
+    row_scale: Float[Array, "*rows"] | None = None,
     quantize: DTypeLike | None = None,
     transpose_w: bool = False,
     preferred_element_type: DTypeLike | None = None,
     accumulation: Literal["exact", "fast"] = "exact",
     implementation: str | Sequence[str] | None = None,
-    cfg: QuantizedMatmulConfig | QuantizedGroupedActivationConfig | None = None,
+    cfg: QuantizedMatmulConfig | QuantizedGroupedMatmulConfig | QuantizedGroupedActivationConfig | None = None,
 ) -> Any:
     """Multiply matrices of which at least one holds 8-bit numbers with scales: `dequantize(x) @ dequantize(w)`.
 
@@ -223,7 +231,8 @@ def quantized_matmul(
         h8 = quantized_matmul(x8, w8, activation="silu", gate=gate8, transpose_w=True, quantize="float8_e4m3fn")
         y = quantized_matmul(h8, down8, transpose_w=True)  # down8 = quantize(down.T, block=128, axis=(0, 1))
 
-    This is the operation `quantized_grouped_activation` with one group, without a gradient.
+    This is the operation `quantized_grouped_activation` with one group, without a gradient. `row_scale` makes the call
+    one of `quantized_grouped_matmul` with one group.
 
     Under `jit` over a mesh the call splits itself by rows, columns and `k`, and scales are sharded like their operands.
     Blocks are never cut. Inside `jax.shard_map` each shard must begin and end with a block.
@@ -237,6 +246,7 @@ def quantized_matmul(
         activation: Activation of the result of two 8-bit operands: `silu`, `gelu` (the tanh approximation), `relu`, or
             `relu2`, its square; or `None`.
         gate: A second matrix, quantised like `w`; the result is multiplied by `x @ gate`.
+        row_scale: A factor for each row of the result; not with `quantize`. It has a gradient without an activation.
         quantize: Dtype of a result in 8 bits: `float8_e4m3fn`, `float8_e5m2` or `int8`.
         transpose_w: Whether `w` is `[n, k]`, as Hopper's tensor cores read 8-bit numbers.
         preferred_element_type: Dtype of the result: bfloat16, float16 or float32. By default that of the operand
@@ -245,7 +255,8 @@ def quantized_matmul(
         implementation: An implementation (`mosaic_gpu`, `xla`), or several in order of preference; the call raises if
             none of them supports it. `None` leaves the choice to the configuration.
         cfg: The configuration of this call; `None` looks one up. Gradients are calls with their own. With an
-            activation, a gate or `quantize` it is a `QuantizedGroupedActivationConfig`.
+            activation, a gate or `quantize` it is a `QuantizedGroupedActivationConfig`, and with `row_scale` alone a
+            `QuantizedGroupedMatmulConfig`.
 
     Returns:
         The result; with `quantize` as `Quantized`.
@@ -262,11 +273,15 @@ def quantized_matmul(
         "accumulation": accumulation,
         "implementation": implementation,
     }
+    grouped = options | {"transpose_rhs": transpose_w, "row_scale": _checked_row_scale(row_scale, x), "cfg": cfg}
     if quantize is not None or activation is not None or gate is not None:
-        if quantize is not None and preferred_element_type is not None:
-            raise ArgumentError(f"preferred_element_type must be None with quantize, got {preferred_element_type!r}.")
-        options |= {"transpose_rhs": transpose_w, "activation": activation, "quantize": quantize, "cfg": cfg}
-        return _activated((x, x_scale, x_block), (w, w_scale, w_block), gate, options)
+        for name, value in {"preferred_element_type": preferred_element_type, "row_scale": row_scale}.items():
+            if quantize is not None and value is not None:
+                raise ArgumentError(f"{name} must be None with quantize, got {value_text(value)}.")
+        grouped |= {"activation": activation, "quantize": quantize}
+        return _activated((x, x_scale, x_block), (w, w_scale, w_block), gate, grouped)
+    if row_scale is not None:
+        return _scaled((x, x_scale, x_block), (w, w_scale, w_block), grouped)
     chosen: Any = cfg
     return _quantized_matmul(
         x,
@@ -300,6 +315,29 @@ def _activated(x: Any, w: Any, gate: Any, options: dict[str, Any]) -> Any:
         return _with_rows(found, shape)
     block = (1,) * (len(shape) - 1) + found.block[1:]
     return Quantized(_with_rows(found.values, shape), _with_rows(found.scale, shape), block)
+
+
+def _scaled(x: Any, w: Any, options: dict[str, Any]) -> Any:
+    """Return the matmul with factors of rows: that of one group of rows."""
+    (values, scale, block), (matrix, _, matrix_block) = x, w
+    rows = flat(values) if block is None else Quantized(flat(values), flat(scale), flat_block(block))
+    group = matrix[None] if matrix_block is None else _one_group(Quantized(*w))
+    if block is None and matrix_block is None:
+        raise ArgumentError("x or w must be in 8 bits, with scales, to pass row_scale=; see quantize.")
+    sizes = jnp.full((1,), rows.shape[0], jnp.int32)
+    return _with_rows(grouped_matmul(rows, group, sizes, **options), values.shape)
+
+
+def _checked_row_scale(row_scale: Any, x: Any) -> Any:
+    """Return the factors of rows as a vector."""
+    if row_scale is None:
+        return None
+    shape = tuple(x.shape[:-1]) if is_array(x) else None
+    if not is_array(row_scale) or tuple(row_scale.shape) != shape:
+        raise ArgumentError(
+            f"row_scale must be an array of shape {shape}, that of x's rows; got {type_text(row_scale)}."
+        )
+    return row_scale.reshape(-1)
 
 
 def _with_rows(array: Any, shape: Sequence[int]) -> Any:

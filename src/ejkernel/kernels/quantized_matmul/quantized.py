@@ -215,7 +215,7 @@ def spread(scale: jax.Array, shape: Sequence[int], block: Block) -> jax.Array:
             wide = jnp.broadcast_to(
                 jnp.expand_dims(scale, axis + 1), (*scale.shape[: axis + 1], b, *scale.shape[axis + 1 :])
             )
-            scale = wide.reshape(*scale.shape[:axis], -1, *scale.shape[axis + 1 :])
+            scale = wide.reshape(*scale.shape[:axis], scale.shape[axis] * b, *scale.shape[axis + 1 :])
             if scale.shape[axis] != size:
                 scale = jax.lax.slice_in_dim(scale, 0, size, axis=axis)
     return scale
