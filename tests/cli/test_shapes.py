@@ -187,10 +187,13 @@ def test_shared_candidates_of_several_calls_may_be_compiled_elsewhere(folder, ca
 def test_the_calls_of_a_file_are_estimated_for_a_target(folder, capsys, monkeypatch):
     asked = []
 
-    def estimate(calls, target, **options):
+    def estimate(calls, target, store, **options):
         asked.extend(inv.args[0].shape for inv in calls)
         row = EstimatedRow(config={"rows": 2}, config_type="json", us=1.0, cycles=1750.0, is_heuristic=True)
-        return [Estimates.of(inv, "made up", [row]) for inv in calls]
+        found = [Estimates.of(inv, "made up", [row]) for inv in calls]
+        for each in found:
+            store.put(each)
+        return found
 
     monkeypatch.setattr(targeted, "estimate_calls", estimate)
     assert main(["tune", "--estimate", "--target", "tpu_v6e", *NAMED, "--cache", "saved"]) == 0
