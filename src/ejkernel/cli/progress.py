@@ -102,7 +102,7 @@ class SearchBar:
         self._console.print(f"  {key.op.partition('@')[0]}: {left}", highlight=False, soft_wrap=True)
 
     def _show_again(self, key: ConfigKey) -> None:
-        """Show the current call again if it is the one of this key."""
+        """Show the current call again if it has this key."""
         if self._current is not None and self._current[0].key == key:
             self._show(*self._current)
 

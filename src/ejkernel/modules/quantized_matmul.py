@@ -320,10 +320,10 @@ def _activated(x: Any, w: Any, gate: Any, options: dict[str, Any]) -> Any:
 def _scaled(x: Any, w: Any, options: dict[str, Any]) -> Any:
     """Return the matmul with factors of rows: that of one group of rows."""
     (values, scale, block), (matrix, _, matrix_block) = x, w
-    rows = flat(values) if block is None else Quantized(flat(values), flat(scale), flat_block(block))
-    group = matrix[None] if matrix_block is None else _one_group(Quantized(*w))
     if block is None and matrix_block is None:
         raise ArgumentError("x or w must be in 8 bits, with scales, to pass row_scale=; see quantize.")
+    rows = flat(values) if block is None else Quantized(flat(values), flat(scale), flat_block(block))
+    group = matrix[None] if matrix_block is None else _one_group(Quantized(*w))
     sizes = jnp.full((1,), rows.shape[0], jnp.int32)
     return _with_rows(grouped_matmul(rows, group, sizes, **options), values.shape)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bundles that are interrupted: the next attempt compiles no program again."""
+"""Interrupted bundles: the next attempt reuses the compiled programs."""
 
 from __future__ import annotations
 

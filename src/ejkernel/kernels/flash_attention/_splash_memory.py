@@ -61,7 +61,7 @@ def parts_of(call: AttentionCall, name: str, blocks: Blocks) -> Parts:
 
 
 def _form(call: AttentionCall, name: str, block: compat.SplashBlocks) -> str:
-    """Return what the intermediate values of a kernel depend on; empty if the chip is not known."""
+    """Return the name of a kernel in the table of compiled figures; empty if the chip is not known."""
     if not call.device_fingerprint:
         return ""
     rules, steps = call.rules, (-(-call.query[1] // block.queries), -(-call.key[1] // block.keys))

@@ -211,7 +211,7 @@ def spread(scale: jax.Array, shape: Sequence[int], block: Block) -> jax.Array:
     """Return scales with an entry for each element, or of length 1 along axes where all elements share one."""
     for axis, (size, b) in enumerate(zip(shape, full_block(block, len(shape)), strict=True)):
         if b not in (None, 1):
-            # JAX repeats no entries of an axis that is sharded over explicit mesh axes.
+            # `jnp.repeat` refuses axes sharded over explicit mesh axes.
             wide = jnp.broadcast_to(
                 jnp.expand_dims(scale, axis + 1), (*scale.shape[: axis + 1], b, *scale.shape[axis + 1 :])
             )

@@ -300,7 +300,7 @@ class FewRowsPlan:
 
     @property
     def divisor(self) -> int:
-        """What the widened numbers of the matrix are divided by."""
+        """The divisor of the widened numbers of the matrix."""
         return 64 if self.wide and self.w_dtype == "int8" and self.dtype == "bfloat16" else 1
 
     @property

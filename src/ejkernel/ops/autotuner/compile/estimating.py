@@ -114,11 +114,8 @@ class _Rows:
     def left(self, configs: Sequence[object]) -> list[object]:
         """Return the configurations that no interrupted run of this compiler has estimated."""
         earlier = None if self._store is None else self._store.load(self._inv.key)
-        if (
-            earlier is None
-            or not earlier.unfinished
-            or earlier.versions != Estimates.of(self._inv, METHOD, []).versions
-        ):
+        versions = Estimates.of(self._inv, METHOD, []).versions
+        if earlier is None or not earlier.unfinished or earlier.versions != versions:
             return list(configs)
         for config in configs:
             own = row_of(config)

@@ -34,7 +34,7 @@ _FILE: Final = re.compile(r"([0-9a-f]{64})(\.facts\.json|\.bin)|\..*\.tmp")  # t
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Facts:
-    """What a bundle says about a program beside its code, and what compiled it."""
+    """The figures of a program in a bundle, and the versions of its compilers."""
 
     schema: int
     compilers: dict[str, str]
@@ -68,7 +68,7 @@ class Programs:
         """Hold the folder for a `with` block: another process would remove files of this one at its end.
 
         Raises:
-            ConfigError: The folder has files that are none of an interrupted bundle.
+            ConfigError: The folder has other files than those of an interrupted bundle.
             OSError: The folder is not writable, or another process compiles into it.
         """
         folder.mkdir(parents=True, exist_ok=True)
