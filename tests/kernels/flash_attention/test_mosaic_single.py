@@ -102,6 +102,18 @@ def test_weights_below_the_precision_of_float16_keep_their_digits(params):
 
 
 @pytest.mark.slow
+def test_rows_that_see_far_larger_values_elsewhere_stay_in_range():
+    rules = dataclasses.replace(CAUSAL, right=None, partial=True)
+    whole = dataclasses.replace(SMALL, keys=128, rules=rules).operands()
+    whole = whole._replace(value=whole.value.at[:, 64:].multiply(1e4))
+    dout = random_cotangent(SMALL)
+    residuals, expected = reference_with_gradients(whole, rules, dout, ("query", "key", "value"))
+    part = whole._replace(key=whole.key[:, :64], value=whole.value[:, :64])
+    _, backward = programs(rules, FUSED)
+    assert_digits(backward(part, residuals, dout)[1:3], [x[:, :64] for x in expected[1:]])
+
+
+@pytest.mark.slow
 def test_a_bias_of_all_examples_has_a_gradient_of_its_dtype():
     case = dataclasses.replace(SMALL, bias=(1, 2, 64, 64))
     operands, dout = case.operands(), random_cotangent(case)

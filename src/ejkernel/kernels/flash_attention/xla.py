@@ -189,7 +189,8 @@ class Xla(AttentionImplementation):
             rest=jnp.where(empty, 0, lse),
             delta=grid.split_rows(delta, fill=0),
         )
-        rows = _exact_rows(rows, blocks, grid)
+        if not rules.partial:  # the sums over all keys are not those over these
+            rows = _exact_rows(rows, blocks, grid)
         if dlse is not None:  # d lse / d logits are the weights, so dlse enters as -delta does
             rows = rows._replace(delta=rows.delta - grid.split_rows(dlse.astype(grid.dtype), fill=0))
         sums = (blocks.query, blocks.key, blocks.value, blocks.bias)

@@ -45,8 +45,8 @@ def backward_of_single(
 ) -> Gradients:
     """Return the gradients in the operands' dtypes, as `launch.backward`, with its `options`."""
     half, (out, lse) = _half(operands), residuals
-    factor = _cotangent_factor(half.operands, dout, rules)
     scaled = out * half.value, lse
+    factor = _cotangent_factor(half.operands, scaled[0], dout, rules)
     found = backward(half.operands, scaled, dout * factor, rules, params, raised=_RAISED, **options)
     dquery, dkey, dvalue, dbias = jax.tree.map(lambda x: x.astype(jnp.float32) / factor, found)
     if dbias is not None and operands.bias is not None:
@@ -75,7 +75,7 @@ def _rounded(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -_LARGEST, _LARGEST), x).astype(jnp.float16)
 
 
-def _cotangent_factor(operands: Operands, dout: jax.Array, rules: Rules) -> jax.Array:
+def _cotangent_factor(operands: Operands, out: jax.Array, dout: jax.Array, rules: Rules) -> jax.Array:
     """Return the power of two for the cotangent with which no gradient can be out of range.
 
     The weights of a row add up to 1. Those of a column may add up to the number of queries, if all of them see only
@@ -95,7 +95,10 @@ def _cotangent_factor(operands: Operands, dout: jax.Array, rules: Rules) -> jax.
         return largest(x.reshape(*x.shape[:2], groups, -1, 1).sum(axis=(1, 3))[:, None])
 
     first = power_of_two(-exponents(dout, axes))  # before its squares are summed
-    rows, slope = norms(dout * first), 2 * largest(norms(value)) / (1 - rules.dropout_rate)
+    most = largest(norms(value)) / (1 - rules.dropout_rate)
+    if rules.partial:  # otherwise the output is a mean of these values
+        most = jnp.maximum(most, largest(norms(out)))
+    rows, slope = norms(dout * first), 2 * most
     of_scores = slope * rows  # limits the gradient of the scores of each row
     limits = (
         largest(of_scores) * 2**_RAISED,
