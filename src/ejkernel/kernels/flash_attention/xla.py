@@ -123,7 +123,7 @@ class Xla(AttentionImplementation):
             return cast(Residuals, split)
         grid = grid_of(call, params)
         blocks = grid.split(unify_varying(operands))
-        is_single = len(grid.pairs) == 1 and blocks.dropout_key is None and is_on_gpu(call)
+        is_single = len(grid.pairs) == grid.query_blocks == 1 and blocks.dropout_key is None and is_on_gpu(call)
         if is_single and (blocks.bias is None or not keeps_lse):
             out, lse = _attend_at_once(blocks, grid)
             return grid.join_queries(out.astype(operands.query.dtype)), grid.join_rows(lse)
