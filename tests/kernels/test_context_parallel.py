@@ -197,6 +197,24 @@ def test_transformations_of_a_sharded_sequence():
     close(*(jax.jit(everything, static_argnums=0)(function) for function in (plain, over(2))))
 
 
+@pytest.mark.parametrize("axis_name", [None, "context"])
+def test_vmap_around_shard_map_with_segments_that_differ(axis_name):
+    """JAX makes both branches of a condition that `vmap` maps, and then they fail inside `shard_map`."""
+    arrays, ids = [x[..., :8] for x in operands()], jnp.stack([segments(), segments()[::-1], segments() * 0])
+    spec = P(None, axis_name) if axis_name else P("context")
+
+    def local(*arrays):
+        return plain(*arrays[:3], segment_ids=arrays[3], axis_name=axis_name)
+
+    shards = jax.shard_map(local, mesh=mesh(2), in_specs=(spec,) * 4, out_specs=spec)
+
+    def mapped(function):
+        return jax.vmap(lambda ids: gradient(lambda *arrays: function(*arrays, ids))(*arrays))(ids)
+
+    expected = mapped(lambda *arrays: plain(*arrays[:3], segment_ids=arrays[3]))
+    close(expected, jax.jit(lambda: mapped(shards))())
+
+
 def permutes(program):
     return len(re.findall(r"= \S+ collective-permute(?:-start)?\(", program.as_text()))
 
