@@ -42,16 +42,17 @@ def of_any_example(condition: jax.Array) -> jax.Array:
     Under `vmap`, a condition for each example makes `jax.lax.cond` compute both branches. Inside `shard_map` it then
     fails: its operands vary as the condition does, but its branches were traced for others.
     """
-    return _any_example(condition)
+    found: jax.Array = _any_example(condition)
+    return found
 
 
 def _same(condition: jax.Array) -> jax.Array:
     return condition
 
 
-_any_example: Any = custom_vmap(_same)
-
-
-@_any_example.def_vmap
 def _any_of_batch(size: int, batched: Any, condition: jax.Array) -> tuple[jax.Array, bool]:
     return _any_example(jnp.any(condition, axis=0)), False
+
+
+_any_example: Any = custom_vmap(_same)
+_any_example.def_vmap(_any_of_batch)
