@@ -194,7 +194,8 @@ class AttentionImplementation(Implementation[AttentionCall]):
             # the log-sum-exp of a row without visible keys is -inf, and its derivative is zero
             out, dlse = out[0], jnp.where(lse == EMPTY_ROW_LSE, 0, cotangents[1].astype(lse.dtype))
         more = {} if dlse is None else {"dlse": dlse}
-        found = self.differentiate(operands._replace(sinks=None), (out, lse), dout, call.rules, params, **more)
+        residuals = out, lse_of_keys(operands, lse)
+        found = self.differentiate(operands._replace(sinks=None), residuals, dout, call.rules, params, **more)
         dsinks = gradient_of_sinks(operands.sinks, out, lse, (dout, *more.values()))
         return (*found, None, None, None, dsinks, None)[: len(args)]
 
@@ -209,6 +210,17 @@ def with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Ar
     # a sink of -inf is no sink: a row without visible keys stays empty
     alone = jnp.where(sink == -jnp.inf, EMPTY_ROW_LSE, sink)
     return scaled.astype(out.dtype), jnp.where(empty, alone, both)
+
+
+def lse_of_keys(operands: Operands, lse: jax.Array) -> jax.Array:
+    """Return the log-sum-exp for the gradients of query, key and value: queries past the lengths see no key.
+
+    With a sink their log-sum-exp is the sink, but kernels leave it to the log-sum-exp to make their weights zero.
+    """
+    if operands.query_lengths is None:
+        return lse
+    past = jnp.arange(lse.shape[2], dtype=jnp.int32) >= operands.query_lengths[:, None, None]
+    return jnp.where(past, EMPTY_ROW_LSE, lse)
 
 
 def returned_lse(lse: jax.Array) -> jax.Array:

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients by our Hopper kernels where sinks change the log-sum-exp."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.kernels.attention_cases import CAUSAL, Case
+from tests.kernels.flash_attention.test_mosaic_backward import FUSED, SPLIT, reference_with_gradients
+
+from ejkernel import compat
+from ejkernel.kernels.flash_attention.common import arguments_of, describe
+from ejkernel.kernels.flash_attention.mosaic_gpu.implementation import MosaicGpu
+
+
+class Simulated(MosaicGpu):
+    """The implementation, simulated on a CPU."""
+
+    def differentiate(self, operands, residuals, dout, rules, params):
+        """See `MosaicGpu`."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        from ejkernel.kernels.flash_attention.mosaic_gpu.launch import backward
+
+        return backward(operands, residuals, dout, rules, params, interpret=plgpu.InterpretGPUParams())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("params", [FUSED, SPLIT], ids=["fused", "split"])
+def test_queries_past_the_lengths_have_no_gradient(params):
+    """With a sink, their log-sum-exp is no longer that of a row without keys."""
+    if reason := compat.mosaic_gpu_reason():
+        pytest.skip(reason)
+    case = Case(batch=2, queries=64, keys=64, heads=2, groups=1, head_dim=64, value_dim=64, rules=CAUSAL)
+    operands = case.operands("bfloat16")
+    operands = operands._replace(query_lengths=jnp.asarray([40, 0], jnp.int32), sinks=jnp.asarray([0.5, -1.0]))
+    dout = jnp.ones(operands.query.shape, jnp.bfloat16)
+    (out, lse), expected = reference_with_gradients(operands, CAUSAL, dout, ("query", "key", "value"))
+    backward = functools.partial(Simulated().backward, describe(operands, CAUSAL, backward=True), params=params)
+    found = jax.jit(lambda *args: backward(lse, out, (dout,), *args))(*arguments_of(operands))
+    for ours, theirs in zip(found[:3], expected, strict=True):
+        np.testing.assert_allclose(np.float32(ours), theirs, atol=0.03 * np.abs(theirs).max())
