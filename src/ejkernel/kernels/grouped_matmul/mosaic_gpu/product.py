@@ -127,21 +127,25 @@ class ProductKernel:
         """
         plan, zero, first = self.plan, jnp.int32(0), lax.axis_index(PROGRAM)
 
+        def count(tile: Any, short: Any) -> Any:
+            # The first numbers add up to less than `programs`. One more register for a count would be spilled.
+            return lax.div(tile if short is None else tile + short, plan.programs)
+
         def one(carry: Any) -> Any:
-            cursor, tile, short, index, step = carry
+            cursor, tile, short, step = carry
             found = self._tile(tile, cursor) if short is None else self._tile_or_short(tile, short, cursor)
-            step = body(found, index, step)
+            step = body(found, count(tile, short), step)
             is_whole = short is None or tile < self._end(cursor)
             tile = tile + jnp.where(is_whole, plan.programs, 0)
             short = None if short is None else short + jnp.where(is_whole, 0, plan.programs)
-            return self._advance(tile, short, cursor), tile, short, index + 1, step
+            return self._advance(tile, short, cursor), tile, short, step
 
         # Short tiles begin with the blocks that the last round of whole tiles leaves without one.
         short, first_short = (plan.programs - 1 - first, zero) if plan.has_short_tiles else (None, None)
         start = _GroupCursor(zero, zero, first_short, self.first_row, self._rows_of(zero, self.first_row))
-        carry = (self._advance(first, short, start), first, short, zero, zero)
-        *_, count, steps = lax.while_loop(lambda carry: carry[0].group <= plan.last, one, carry)
-        return count, steps
+        carry = (self._advance(first, short, start), first, short, zero)
+        _, *numbers, steps = lax.while_loop(lambda carry: carry[0].group <= plan.last, one, carry)
+        return count(*numbers), steps
 
     def _rows_of(self, group: Any, first_row: Any) -> Any:
         """Return how many rows a group has within the array."""
@@ -255,16 +259,16 @@ class ProductKernel:
     # Consumers.
 
     def _consume(self, warpgroup: Any) -> None:
-        def read(index: Any) -> ProductTile:
-            return ProductTile(*map(self.backend.uniform, self.memory.tiles.read(index)))
+        def read(step: Any) -> ProductTile:
+            numbers = self.memory.tiles.read(lax.div(step, self.plan.steps))
+            return ProductTile(*map(self.backend.uniform, numbers))
 
         def compute(carry: Any) -> Any:
-            tile, index, step = carry
-            step = self._compute_tile(tile, step, warpgroup)
-            return read(index + 1), index + 1, step
+            step = self._compute_tile(*carry, warpgroup)
+            return read(step), step
 
         zero = jnp.int32(0)
-        lax.while_loop(lambda carry: carry[0].group != _END, compute, (read(zero), zero, zero))
+        lax.while_loop(lambda carry: carry[0].group != _END, compute, (read(zero), zero))
         plgpu.wait_smem_to_gmem(0)
 
     def _compute_tile(self, tile: ProductTile, step: Any, warpgroup: Any) -> Any:
