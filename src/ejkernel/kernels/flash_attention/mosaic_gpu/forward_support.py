@@ -236,10 +236,10 @@ def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool, left: int | 
     # queries: 794 instead of 784; and 3,383 queries at 256, 612 instead of 559.
     if 240 <= wide < 256 and call.rules.right is None and call.query[1] >= _MANY_QUERIES:
         return params.without_persistence()
-    # Steps of 96 keys leave room for one buffer of queries. They gain with many queries: 598 us instead of 611 at
-    # head_dim 176 with 4,096 queries, 670 instead of 678 at 208. With fewer two buffers gain: 206 instead of 207 and 183
-    # instead of 187 with 2,048, 189 instead of 200 with 1,024, 246 instead of 279 with 512. Other dims: 184, 793 instead
-    # of 674; 192, 313 instead of 305; 200, 414 instead of 375. Under a causal mask they spill.
+    # Steps of 96 keys leave room for one buffer of queries. They gain with many queries: with 4,096, 598 us instead of
+    # 611 at head_dim 176, and 670 instead of 678 at 208. With fewer, two buffers gain more: with 2,048, 206 instead of
+    # 207 and 183 instead of 187; with 1,024, 189 instead of 200; with 512, 246 instead of 279. At other head dims: 793
+    # instead of 674 at 184, 313 instead of 305 at 192, 414 instead of 375 at 200. Under a causal mask they spill.
     many = wide in (176, 208) and call.rules.right is None and call.query[1] > _FEW_QUERIES_OF_WIDE_HEADS
     return dataclasses.replace(params, kv_block=96) if many else params
 

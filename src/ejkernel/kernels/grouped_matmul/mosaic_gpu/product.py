@@ -34,6 +34,7 @@ from .plan import ProductPlan
 from .tiles import GroupedMemory, accumulate, lhs_shape, pipeline_types, run_kernel, tile_position
 
 
+
 _END = -1  # the group of the tile after the last
 
 
