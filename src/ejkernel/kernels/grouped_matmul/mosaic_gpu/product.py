@@ -33,8 +33,6 @@ from ejkernel.kernels._hopper.tile_shapes import REGISTERS, STEP, WARPGROUPS
 from .plan import ProductPlan
 from .tiles import GroupedMemory, accumulate, lhs_shape, pipeline_types, run_kernel, tile_position
 
-
-
 _END = -1  # the group of the tile after the last
 
 
@@ -265,7 +263,8 @@ class ProductKernel:
             return ProductTile(*map(self.backend.uniform, numbers))
 
         def compute(carry: Any) -> Any:
-            step = self._compute_tile(*carry, warpgroup)
+            tile, step = carry
+            step = self._compute_tile(tile, step, warpgroup)
             return read(step), step
 
         zero = jnp.int32(0)
