@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import itertools
 import os
 import re
@@ -68,6 +69,12 @@ def pytest_configure(config):
     hypothesis.settings.load_profile("whole" if config.getoption("--whole") else "sample")
     if config.getoption("--require") == "gpu":
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if config.getoption("markexpr") == "not slow" and hasattr(config, "cache"):
+        # Each run of the quick tests compiles the same small programs, in a quarter of its time: keep them in
+        # `.pytest_cache`.
+        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -75,6 +82,14 @@ def pytest_ignore_collect(collection_path, config):
     if config.getoption("markexpr") == "not slow" and collection_path.suffix == ".py":
         return True if _ALL_SLOW.search(collection_path.read_text(encoding="utf-8")) else None
     return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector, obj):
+    """Pass over a slow test if those are not wanted: making its cases takes time."""
+    marks = getattr(obj, "pytestmark", ()) if inspect.isfunction(obj) else ()
+    is_slow = any(mark.name == "slow" for mark in marks)
+    return [] if is_slow and collector.config.getoption("markexpr") == "not slow" else None
 
 
 @pytest.hookimpl(tryfirst=True)

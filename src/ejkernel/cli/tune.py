@@ -89,7 +89,7 @@ def messages(file: IO[str] | None = None) -> Console:
 
 
 def run_tune(options: TuneOptions) -> int:
-    """Run `ejkernel tune`; return 1 if calls were tuned, but none has a saved configuration.
+    """Run `ejkernel tune`; return the exit status: 1 for a failed or unsaved search, or a call left without an entry.
 
     By default a worker process measures, so that a crashing candidate does not end the command.
     """
