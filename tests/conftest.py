@@ -126,9 +126,8 @@ def fresh_process_state(tmp_path_factory, monkeypatch):
     )
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    # Not `mktemp`, which lists the thousands of folders of earlier tests to find a free name.
+    # The first save creates the folder. Creating and removing one for each test would take seconds.
     folder = tmp_path_factory.getbasetemp() / f"cache-{next(_FOLDERS)}"
-    folder.mkdir(mode=0o700)
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(folder))
     # Files of tests need not survive a power failure, and waiting for the disk would dominate many tests.
     monkeypatch.setattr("ejkernel.ops.config._writing._sync", lambda *_: None)
