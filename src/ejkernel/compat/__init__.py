@@ -112,6 +112,7 @@ from ejkernel.compat.tracing import evaluate_without_arguments as evaluate_witho
 from ejkernel.compat.tracing import explicit_mesh as explicit_mesh
 from ejkernel.compat.tracing import finfo as finfo
 from ejkernel.compat.tracing import has_references as has_references
+from ejkernel.compat.tracing import in_mesh_order as in_mesh_order
 from ejkernel.compat.tracing import instantiated as instantiated
 from ejkernel.compat.tracing import is_named as is_named
 from ejkernel.compat.tracing import is_reference as is_reference
