@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel for at most 64 rows, as in decoding: its time is that of reading the matrix.
+"""The kernel for at most 64 rows, as in decoding, or few rows for each group: its time is that of reading matrices.
 
 A block of threads has a tile of columns. Its width suits the number of columns, so that all multiprocessors read about
 as much. Consumers share a tile's columns. Rows of 16 bits take wide tiles, because each tile reads all rows; with few
-tiles, several blocks split a tile's steps, and XLA sums their results.
+tiles, several blocks split a tile's steps, and XLA sums their results and applies the epilogue.
+
+Rows of groups are given in tiles, each of one group, whose numbers a table has.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from ejkernel.kernels._hopper.device import Registers
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.product import epilogue
 
-from .plan import HALF, PROMOTED, STEP, FewRowsPlan
+from .few_rows_plan import HALF, FewRowsPlan
+from .plan import PROMOTED, STEP
 
 # By the number of consumers. Their sum must fit in the launch's allocation, 96 for each thread of five warpgroups:
 # otherwise a consumer waits for ever.
@@ -36,7 +40,7 @@ class _Memory(NamedTuple):
 
     Attributes:
         x: All rows.
-        w: The columns of each consumer.
+        w: The columns of each consumer, of each product.
         out: The result, per consumer.
         pipeline: The barriers of the stages.
     """
@@ -51,22 +55,32 @@ class _Tile(NamedTuple):
     """A tile of a block of threads.
 
     Attributes:
+        group: The group of its rows; `None` if there is one matrix.
+        row: Its first row.
         column: Its first column.
         split: The split with the block's steps.
         first: The number of its first step in this block.
         steps: How many steps the block computes.
     """
 
+    group: Any
+    row: Any
     column: Any
     split: Any
     first: Any
     steps: Any
 
 
-def multiply(plan: FewRowsPlan, *arrays: jax.Array, interpret: Any = None) -> jax.Array:
-    """Run the kernel on `x [m, k]`, `w [n, k]`, factors of rows, and factors of columns.
+def multiply(plan: FewRowsPlan, *arrays: jax.Array, interpret: Any = None) -> list[jax.Array]:
+    """Return `[result]`, or if blocks split the steps, each product in float32, for the epilogue.
 
-    Rows of 16 bits have, in each step, the first two of four columns before the last two.
+    Args:
+        plan: The launch.
+        *arrays: `x [m, k]`; `w [n, k]` or `[groups, n, k]`; the gate's matrices, if any; factors of rows, of the
+            matrices' columns, and of the gate's; then factors of the result's rows, if the plan has them, and the
+            number of rows, if it clears, or how many tiles the groups have, and the group of each. Rows of 16 bits
+            have, in each step, the first two of four columns before the last two.
+        interpret: `InterpretGPUParams` to simulate it on a CPU.
     """
     kernel = (WideRowsKernel if plan.wide else FewRowsKernel)(plan, backend_for(interpret))
     [out] = launch(
@@ -80,10 +94,10 @@ def multiply(plan: FewRowsPlan, *arrays: jax.Array, interpret: Any = None) -> ja
         lane_semantics=True,
         interpret=interpret,
     )
-    if plan.splits == 1:
-        return out
-    products = out.reshape(plan.splits, -1, plan.tile_rows)[:, : plan.columns, : plan.rows]
-    return products.sum(0).T.astype(plan.out_dtype)
+    if not plan.turned:
+        return [out]
+    products = out.reshape(plan.turned_shape)[:, :, :, : plan.columns].sum(1).mT
+    return list(products.reshape(len(products), -1, plan.columns)[:, : plan.rows])
 
 
 class FewRowsKernel:
@@ -99,12 +113,16 @@ class FewRowsKernel:
             x=tiled((plan.stages, plan.tile_rows, STEP), plan.dtype),
             w=tiled((plan.stages, plan.consumers, plan.part_columns, STEP), plan.w_dtype),
             out=plgpu.SMEM((plan.consumers, *plan.buffer_shape), jnp.dtype(plan.result_dtype)),
-            pipeline=Pipeline.types(plan.stages, consumers=plan.consumers, copies=plan.consumers + 1),
+            pipeline=Pipeline.types(plan.stages, consumers=plan.consumers, copies=plan.consumers * plan.products + 1),
         )
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: _Memory) -> None:
         """Run this warpgroup as producer or consumer."""
-        self.x, self.w, self.row_scale, self.column_scale = arrays
+        count = self.plan.products
+        self.x, self.matrices, (self.row_scale, *others) = arrays[0], arrays[1 : 1 + count], arrays[1 + count :]
+        self.column_scales, others = others[:count], others[count:]
+        # Of the result's rows; and the number of rows, or the table of tiles.
+        self.of_result, self.groups = ([None] * (not self.plan.factored) + others + [None])[:2]
         [self.out], self.memory, self.pipeline = results, memory, memory.pipeline
         # Zero, but unknown to the compiler, which would refuse a tile of more rows than there are. TMA clips it.
         self.row = lax.min(lax.axis_index(PROGRAM), 0)
@@ -118,18 +136,24 @@ class FewRowsKernel:
         if plan.splits > 1:  # there are as many blocks as tiles and splits
             split = lax.div(program, plan.column_tiles)
             steps = lax.min(plan.steps, plan.all_steps - split * plan.steps)
-            body(_Tile((program - split * plan.column_tiles) * plan.tile_columns, split, 0, steps))
+            body(_Tile(None, self.row, (program - split * plan.column_tiles) * plan.tile_columns, split, 0, steps))
             return steps
-        count = lax.div(plan.column_tiles - program + (plan.programs - 1), plan.programs)
+        used = self.backend.uniform(self.groups[0]) if plan.group_tiles else 1
+        count = lax.div(plan.column_tiles * used - program + (plan.programs - 1), plan.programs)
 
         @pl.loop(0, count)
         def _tile(i: Any) -> None:
-            body(_Tile((program + i * plan.programs) * plan.tile_columns, 0, i * plan.steps, plan.steps))
+            number, group, row = program + i * plan.programs, None, self.row
+            if plan.group_tiles:  # the tiles of a group follow each other: they share its columns in the L2 cache
+                number, of_rows = lax.div(number, used), lax.rem(number, used)
+                group, row = self.backend.uniform(self.groups[1 + of_rows]), of_rows * plan.tile_rows
+            body(_Tile(group, row, number * plan.tile_columns, 0, i * plan.steps, plan.steps))
 
         return count * plan.steps
 
-    def _part(self, stage: Any, part: Any) -> Any:
+    def _part(self, stage: Any, part: Any, product: int) -> Any:
         """Return the buffer of a consumer's columns."""
+        del product
         return self.memory.w.at[stage, part]
 
     def _produce(self) -> None:
@@ -140,10 +164,12 @@ class FewRowsKernel:
             def _step(i: Any) -> None:
                 stage = self.pipeline.producer_acquire(tile.first + i)
                 full, along = self.pipeline.full.at[stage], pl.ds((tile.split * plan.steps + i) * STEP, STEP)
-                for part in range(plan.consumers):
-                    columns = pl.ds(tile.column + part * plan.part_columns, plan.part_columns)
-                    plgpu.copy_gmem_to_smem(self.w.at[columns, along], self._part(stage, part), full)
-                plgpu.copy_gmem_to_smem(self.x.at[pl.ds(self.row, plan.tile_rows), along], memory.x.at[stage], full)
+                for product, matrices in enumerate(self.matrices):
+                    matrix = matrices if tile.group is None else matrices.at[tile.group]
+                    for part in range(plan.consumers):
+                        columns = pl.ds(tile.column + part * plan.part_columns, plan.part_columns)
+                        plgpu.copy_gmem_to_smem(matrix.at[columns, along], self._part(stage, part, product), full)
+                plgpu.copy_gmem_to_smem(self.x.at[pl.ds(tile.row, plan.tile_rows), along], memory.x.at[stage], full)
 
         producer_tail(self._each_tile(copy), self.pipeline)
 
@@ -152,36 +178,52 @@ class FewRowsKernel:
 
         def compute(tile: _Tile) -> None:
             column = tile.column + warpgroup * plan.part_columns
-            columns = pl.ds(column, plan.part_columns)
-            values = self._computed(tile, columns, warpgroup).astype(plan.result_dtype)
-            buffer = self.memory.out.at[warpgroup]
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            compat.store_as_it_is(buffer.transpose((1, 0)) if plan.wide and plan.splits == 1 else buffer, values)
-            plgpu.commit_smem()
-            if plan.splits == 1:
-                target = self.out.at[pl.ds(self.row, plan.tile_rows), columns]
-            else:
-                target = self.out.at[pl.ds(tile.split * plan.factors + column, plan.part_columns)]
-            plgpu.copy_smem_to_gmem(buffer, target)
+            found = self._computed(tile, column, warpgroup)
+            results = [self._finished(tile, found)] if plan.splits == 1 else found
+            for number, values in enumerate(results):
+                if plan.turned:
+                    first = number * plan.splits + tile.split
+                    if plan.group_tiles:
+                        first += lax.div(tile.row, plan.tile_rows)
+                    target = self.out.at[pl.ds(first * plan.factors + column, plan.part_columns)]
+                else:
+                    target = self.out.at[pl.ds(tile.row, plan.tile_rows), pl.ds(column, plan.part_columns)]
+                self._store(values, target, warpgroup)
 
         self._each_tile(compute)
         plgpu.wait_smem_to_gmem(0)
 
-    def _factors(self, columns: Any, shape: tuple[int, int], *, axis: int) -> Any:
-        """Return the products of both factors; rows of `x` lie along `axis`."""
-        found = []
-        for ref, own in (
-            (self.row_scale.at[pl.ds(self.row, self.plan.tile_rows)], axis),
-            (self.column_scale.at[columns], 1 - axis),
-        ):
-            layout = plgpu.Layout.WGMMA.reduce(1 - own)
-            found.append(lax.broadcast_in_dim(plgpu.load(ref, layout=layout, optimized=False), shape, [own]))
-        return found[0] * found[1]
+    def _store(self, values: Any, target: Any, warpgroup: Any) -> None:
+        """Store this warpgroup's part of a tile."""
+        plan, buffer = self.plan, self.memory.out.at[warpgroup]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        as_computed = buffer.transpose((1, 0)) if plan.wide and not plan.turned else buffer
+        compat.store_as_it_is(as_computed, values.astype(plan.result_dtype))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(buffer, target)
 
-    def _computed(self, tile: _Tile, columns: Any, warpgroup: Any) -> Any:
-        """Return this warpgroup's part of a tile of the result."""
+    def _finished(self, tile: _Tile, products: Sequence[Any]) -> Any:
+        """Return the result of the epilogue."""
+        del tile
+        [values] = products
+        return values
+
+    def _factors(self, tile: _Tile, column: Any, product: int, shape: tuple[int, int], *, axis: int) -> Any:
+        """Return the products of both factors; rows of `x` lie along `axis`."""
+        first = column if tile.group is None else tile.group * self.plan.factors + column
+        rows = self.row_scale.at[pl.ds(tile.row, self.plan.tile_rows)]
+        columns = self.column_scales[product].at[pl.ds(first, self.plan.part_columns)]
+        return self._spread(rows, shape, axis) * self._spread(columns, shape, 1 - axis)
+
+    def _spread(self, ref: Any, shape: tuple[int, int], axis: int) -> Any:
+        """Return numbers that lie along an axis, for each element of a tile."""
+        layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+        return lax.broadcast_in_dim(plgpu.load(ref, layout=layout, optimized=False), shape, [axis])
+
+    def _computed(self, tile: _Tile, column: Any, warpgroup: Any) -> list[Any]:
+        """Return this warpgroup's part of each product of a tile."""
         products = (self._promoted if self.plan.promoted else self._summed)(tile.first, warpgroup)
-        return products * self._factors(columns, (ROWS, self.plan.part_columns), axis=0)
+        return [products * self._factors(tile, column, 0, (ROWS, self.plan.part_columns), axis=0)]
 
     def _multiply(self, accumulator: Any, stage: Any, warpgroup: Any) -> None:
         plgpu.wgmma(accumulator, self.memory.x.at[stage], self.memory.w.at[stage, warpgroup].transpose((1, 0)))
@@ -245,7 +287,8 @@ class WideRowsKernel(FewRowsKernel):
 
     def memory_types(self) -> _Memory:
         """See `FewRowsKernel`."""
-        plan, shape = self.plan, (self.plan.stages * self.plan.consumers, self.plan.part_columns)
+        plan = self.plan
+        shape = plan.stages * plan.consumers * plan.products, plan.part_columns
         numbers, pairs = tiled((*shape, STEP), plan.w_dtype), tiled((*shape, HALF), jnp.int16)
         return super().memory_types()._replace(w=self.backend.aliased(numbers, pairs))
 
@@ -254,27 +297,42 @@ class WideRowsKernel(FewRowsKernel):
         self.pairs = memory.w
         super().run(arrays, results, memory._replace(w=self.backend.views(memory.w, 2)[0]))
 
-    def _part(self, stage: Any, part: Any) -> Any:
-        return self.memory.w.at[self._number(stage, part)]
+    def _part(self, stage: Any, part: Any, product: int) -> Any:
+        return self.memory.w.at[self._number(stage, part, product)]
 
-    def _number(self, stage: Any, part: Any) -> Any:
-        return stage * self.plan.consumers + part
+    def _number(self, stage: Any, part: Any, product: int) -> Any:
+        return (stage * self.plan.products + product) * self.plan.consumers + part
 
-    def _computed(self, tile: _Tile, columns: Any, warpgroup: Any) -> Any:
+    def _computed(self, tile: _Tile, column: Any, warpgroup: Any) -> list[Any]:
         plan, shape = self.plan, (ROWS, self.plan.tile_rows)
 
-        def one(i: Any, sums: Any) -> Any:
+        def one(i: Any, sums: Sequence[Any]) -> list[Any]:
             stage = self.pipeline.stage(tile.first + i)
             self.pipeline.consumer_wait(stage)
-            pairs = self.backend.load_pairs(self.pairs, self._number(stage, warpgroup), pl.ds(0, HALF))
-            halves = self.backend.widened_in_order(pairs, plan.w_dtype, plan.dtype)
-            [found] = self.backend.accumulate(functools.partial(self._multiply_halves, stage, halves), sums)
+            found = [self._added(total, stage, warpgroup, product) for product, total in enumerate(sums)]
             self.pipeline.consumer_release(stage)
             return found
 
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        found = lax.fori_loop(0, tile.steps, one, zeros)
-        return found * self._factors(columns, shape, axis=1)
+        found = lax.fori_loop(0, tile.steps, one, [zeros] * plan.products)
+        return [total * self._factors(tile, column, product, shape, axis=1) for product, total in enumerate(found)]
+
+    def _added(self, total: Any, stage: Any, warpgroup: Any, product: int) -> Any:
+        """Return a sum with the products of a stage."""
+        pairs = self.backend.load_pairs(self.pairs, self._number(stage, warpgroup, product), pl.ds(0, HALF))
+        halves = self.backend.widened_in_order(pairs, self.plan.w_dtype, self.plan.dtype)
+        [found] = self.backend.accumulate(functools.partial(self._multiply_halves, stage, halves), total)
+        return found
+
+    def _finished(self, tile: _Tile, products: Sequence[Any]) -> Any:
+        plan, shape, factors = self.plan, (ROWS, self.plan.tile_rows), None
+        if plan.factored:
+            factors = self._spread(self.of_result.at[pl.ds(tile.row, plan.tile_rows)], shape, 1)
+        values = epilogue(products, factors, plan.activation)
+        if plan.clears:  # for any content of the other rows
+            row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+            values = jnp.where(row < self.groups[0], values, jnp.zeros_like(values))
+        return values
 
     def _multiply_halves(self, stage: Any, halves: Sequence[Any], sums: Any) -> None:
         for number, half in enumerate(halves):
