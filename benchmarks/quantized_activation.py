@@ -5,8 +5,8 @@
 columns ("rows") or of blocks ("blocks"). "wide" is the same kernel with a result in bfloat16. "apart" is what a layer
 does otherwise: a product with both matrices joined, whose bfloat16 result XLA activates and our kernel quantises.
 "bfloat16" is our gated kernel on bfloat16 operands, and the same kernel that quantises. Decoding has rows of bfloat16
-by 8-bit matrices ("bfloat16 by int8") and a result in bfloat16; "xla" is our plain JAX, and "copy" negates both
-matrices, whose bytes rates count once, and twice for the copy. `benchmarks.quantized` times the contenders. `errors`
+by 8-bit matrices ("bfloat16 by int8") and a result in bfloat16; "xla" is our plain JAX. Rates count the bytes of both
+matrices. `benchmarks.quantized` times the contenders. `errors`
 are norms relative to the float32 activation of the dequantised operands in some rows; rounding to 8 bits is most of
 them. "name / rows" is the time of a contender relative to that of the kernel.
 """
@@ -27,6 +27,7 @@ from benchmarks.quantized_grouped_matmul import COLUMNS, ROWS, Shape, expected, 
 from ejkernel.modules import Quantized, grouped_matmul, quantize, quantized_matmul
 
 E4M3 = "float8_e4m3fn"
+FEW_ROWS = 64  # for each matrix: with so many, reading matrices takes the time
 
 SHAPES = {
     "8 groups": Shape(8192, 14336, 4096, 8),
@@ -65,12 +66,6 @@ def apart(x: Any, w: Any, gate: Any, joined: Any, sizes: jax.Array, *, quantized
     return quantize(found, block=128) if quantized else found
 
 
-def copied(x: Any, w: Any, gate: Any, joined: Any, sizes: jax.Array) -> Any:
-    """Return the negated numbers of both matrices."""
-    del x, w, gate, sizes
-    return -joined.values
-
-
 def from_bfloat16(x: Any, w: Any, gate: Any, joined: Any, sizes: jax.Array) -> Quantized:
     """Return the same by the gated kernel on bfloat16 operands, quantised afterwards."""
     del joined
@@ -95,7 +90,6 @@ CONTENDERS: dict[str, Function] = {
             (", xla", fused, {"quantize": None, "by": "xla"}),
         )
     },
-    "copy": copied,
 }
 MANY_ROWS = tuple(CONTENDERS)[:7]
 DECODE = tuple(CONTENDERS)[7:]
@@ -124,22 +118,19 @@ def measured(shape: Shape, names: Sequence[str], seconds: float) -> dict[str, An
     found = run_contenders(
         names,
         CONTENDERS.__getitem__,
-        lambda name: "bfloat16 by int8" if name == "copy" else name.split(",")[0],
+        lambda name: name.split(",")[0],
         lambda kind, positive: (*operands(shape, kind, positive), sizes_of(shape)),
         functools.partial(error, shape),
         seconds=seconds,
         flops=4.0 * math.prod(shape[:3]),
     )
-    if "copy" in names:
-        size = 2 * math.prod(shape[1:])
-        add_rates(found, lambda name: 2 * size if name == "copy" else size)
+    if shape.m <= FEW_ROWS * shape.groups:
+        add_rates(found, lambda name: 2.0 * math.prod(shape[1:]))
     return found
 
 
-def error(shape: Shape, name: str, program: Function, arrays: Any) -> float | None:
-    """Return a contender's error in some rows; a copy has none."""
-    if name == "copy":
-        return None
+def error(shape: Shape, name: str, program: Function, arrays: Any) -> float:
+    """Return a contender's error in some rows."""
     x, w, gate, _, sizes = arrays
     rows = jnp.linspace(0, shape.m - 4, ROWS).astype(jnp.int32)
     groups = jnp.searchsorted(jnp.cumsum(sizes), rows, side="right")
@@ -163,9 +154,6 @@ def ratios(rows: dict[str, Any]) -> dict[str, float]:
             pair = rows.get(other, {}).get(kind), rows.get(own, {}).get(kind)
             if pair[0] and pair[1]:
                 found[f"{other} / {own}, {kind}"] = round(pair[0] / pair[1], 3)
-    if "gb_per_s" in rows.get("copy", {}):
-        rates = {name: row["gb_per_s"] for name, row in rows.items() if "gb_per_s" in row and name != "copy"}
-        found |= {f"{name} / copy, GB/s": round(rate / rows["copy"]["gb_per_s"], 3) for name, rate in rates.items()}
     return found
 
 

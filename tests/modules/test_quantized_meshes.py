@@ -85,7 +85,7 @@ def test_quantize_takes_arrays_over_explicit_axes(spec, options, entered):
 def test_quantize_refuses_explicit_shards_that_cut_a_block():
     x = placed(mesh_of(AxisType.Explicit), normal(8, 1024), None, "b")
     with pytest.raises(
-        ArgumentError, match="axis 1 of x is sharded over 'b' into shards of 256, which cut blocks of 96"
+        ArgumentError, match="over 'b' into shards of 256, and blocks have 96: a shard must begin and end with a block"
     ):
         quantize(x, block=96)
 

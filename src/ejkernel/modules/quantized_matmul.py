@@ -124,6 +124,8 @@ def quantize_both(
     With `group_sizes` each group begins a block of the columns, for `grouped_matmul_wgrad`: they are
     `[k, 128 * (m // 128 + groups + 1)]`, a group takes as many blocks of 128 as it needs, and there are zeros behind
     its rows and behind the last group. So no block has rows of two groups. Rows past the last group have no column.
+    Over a mesh each device then needs all rows of its columns of `x`: shard `x` along `k`. Rows that are sharded are
+    gathered over automatic axes, and raise over explicit ones.
 
     With `square`, 128x128 numbers of the columns share a scale, as in `quantize(x.T, block=128, axis=(0, 1))`. The
     gradient of matrices is faster with such columns as its right operand: see `grouped_matmul_wgrad`.
