@@ -2,8 +2,9 @@
 """The kernel for at most 64 rows, as in decoding, or few rows for each group: its time is that of reading matrices.
 
 A block of threads has a tile of columns. Its width suits the number of columns, so that all multiprocessors read about
-as much. Consumers share a tile's columns. Rows of 16 bits take wide tiles, because each tile reads all rows; with few
-tiles, several blocks split a tile's steps, and XLA sums their results and applies the epilogue.
+as much. Consumers share a tile's columns, and with a gate its two products. Rows of 16 bits take wide tiles, because
+each tile reads all rows; with few tiles, several blocks split a tile's steps, and XLA sums their results and applies
+the epilogue.
 
 Rows of groups are given in tiles, each of one group, whose numbers a table has.
 """
@@ -11,7 +12,7 @@ Rows of groups are given in tiles, each of one group, whose numbers a table has.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,15 +41,19 @@ class _Memory(NamedTuple):
 
     Attributes:
         x: All rows.
-        w: The columns of each consumer, of each product.
+        w: The columns of each consumer.
         out: The result, per consumer.
         pipeline: The barriers of the stages.
+        gate: The products with the gate, per part of the columns; `None` without these.
+        gates: The barriers of `gate`.
     """
 
     x: Any
     w: Any
     out: Any
     pipeline: Pipeline
+    gate: Any = None
+    gates: Any = None
 
 
 class _Tile(NamedTuple):
@@ -113,7 +118,7 @@ class FewRowsKernel:
             x=tiled((plan.stages, plan.tile_rows, STEP), plan.dtype),
             w=tiled((plan.stages, plan.consumers, plan.part_columns, STEP), plan.w_dtype),
             out=plgpu.SMEM((plan.consumers, *plan.buffer_shape), jnp.dtype(plan.result_dtype)),
-            pipeline=Pipeline.types(plan.stages, consumers=plan.consumers, copies=plan.consumers * plan.products + 1),
+            pipeline=Pipeline.types(plan.stages, consumers=plan.consumers, copies=plan.consumers + 1),
         )
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: _Memory) -> None:
@@ -151,10 +156,9 @@ class FewRowsKernel:
 
         return count * plan.steps
 
-    def _part(self, stage: Any, part: Any, product: int) -> Any:
+    def _columns(self, stage: Any, warpgroup: Any) -> Any:
         """Return the buffer of a consumer's columns."""
-        del product
-        return self.memory.w.at[stage, part]
+        return self.memory.w.at[stage, warpgroup]
 
     def _produce(self) -> None:
         plan, memory = self.plan, self.memory
@@ -164,11 +168,12 @@ class FewRowsKernel:
             def _step(i: Any) -> None:
                 stage = self.pipeline.producer_acquire(tile.first + i)
                 full, along = self.pipeline.full.at[stage], pl.ds((tile.split * plan.steps + i) * STEP, STEP)
-                for product, matrices in enumerate(self.matrices):
-                    matrix = matrices if tile.group is None else matrices.at[tile.group]
-                    for part in range(plan.consumers):
-                        columns = pl.ds(tile.column + part * plan.part_columns, plan.part_columns)
-                        plgpu.copy_gmem_to_smem(matrix.at[columns, along], self._part(stage, part, product), full)
+                for warpgroup in range(plan.consumers):
+                    product, part = divmod(warpgroup, plan.parts)
+                    columns = pl.ds(tile.column + part * plan.part_columns, plan.part_columns)
+                    matrix = self.matrices[product]
+                    matrix = matrix if tile.group is None else matrix.at[tile.group]
+                    plgpu.copy_gmem_to_smem(matrix.at[columns, along], self._columns(stage, warpgroup), full)
                 plgpu.copy_gmem_to_smem(self.x.at[pl.ds(tile.row, plan.tile_rows), along], memory.x.at[stage], full)
 
         producer_tail(self._each_tile(copy), self.pipeline)
@@ -177,21 +182,25 @@ class FewRowsKernel:
         plan = self.plan
 
         def compute(tile: _Tile) -> None:
-            column = tile.column + warpgroup * plan.part_columns
-            found = self._computed(tile, column, warpgroup)
-            results = [self._finished(tile, found)] if plan.splits == 1 else found
-            for number, values in enumerate(results):
-                if plan.turned:
-                    first = number * plan.splits + tile.split
-                    if plan.group_tiles:
-                        first += lax.div(tile.row, plan.tile_rows)
-                    target = self.out.at[pl.ds(first * plan.factors + column, plan.part_columns)]
-                else:
-                    target = self.out.at[pl.ds(tile.row, plan.tile_rows), pl.ds(column, plan.part_columns)]
-                self._store(values, target, warpgroup)
+            product, part = self._place(warpgroup)
+            column = tile.column + part * plan.part_columns
+            values = self._computed(tile, column, warpgroup)
+            if plan.turned:
+                first = product * plan.splits + tile.split
+                if plan.group_tiles:
+                    first = lax.div(tile.row, plan.tile_rows)
+                target = self.out.at[pl.ds(first * plan.factors + column, plan.part_columns)]
+            else:
+                target = self.out.at[pl.ds(tile.row, plan.tile_rows), pl.ds(column, plan.part_columns)]
+            self._finish(tile, values, warpgroup, lambda values: self._store(values, target, warpgroup))
 
         self._each_tile(compute)
         plgpu.wait_smem_to_gmem(0)
+
+    def _place(self, warpgroup: Any) -> tuple[Any, Any]:
+        """Return the product that a consumer computes, and the part of the columns."""
+        parts = self.plan.parts
+        return (lax.div(warpgroup, parts), lax.rem(warpgroup, parts)) if self.plan.gated else (0, warpgroup)
 
     def _store(self, values: Any, target: Any, warpgroup: Any) -> None:
         """Store this warpgroup's part of a tile."""
@@ -202,28 +211,30 @@ class FewRowsKernel:
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffer, target)
 
-    def _finished(self, tile: _Tile, products: Sequence[Any]) -> Any:
-        """Return the result of the epilogue."""
-        del tile
-        [values] = products
-        return values
+    def _finish(self, tile: _Tile, values: Any, warpgroup: Any, store: Callable[[Any], None]) -> None:
+        """Apply the epilogue to this warpgroup's part of a tile, and store it."""
+        del tile, warpgroup
+        store(values)
 
-    def _factors(self, tile: _Tile, column: Any, product: int, shape: tuple[int, int], *, axis: int) -> Any:
+    def _factors(self, tile: _Tile, column: Any, warpgroup: Any, shape: tuple[int, int], *, axis: int) -> Any:
         """Return the products of both factors; rows of `x` lie along `axis`."""
         first = column if tile.group is None else tile.group * self.plan.factors + column
         rows = self.row_scale.at[pl.ds(tile.row, self.plan.tile_rows)]
-        columns = self.column_scales[product].at[pl.ds(first, self.plan.part_columns)]
-        return self._spread(rows, shape, axis) * self._spread(columns, shape, 1 - axis)
+        each = [scale.at[pl.ds(first, self.plan.part_columns)] for scale in self.column_scales]
+        columns, *of_gate = (self._spread(scale, shape, 1 - axis) for scale in each)
+        for other in of_gate:
+            columns = jnp.where(self._place(warpgroup)[0] == 0, columns, other)
+        return self._spread(rows, shape, axis) * columns
 
     def _spread(self, ref: Any, shape: tuple[int, int], axis: int) -> Any:
         """Return numbers that lie along an axis, for each element of a tile."""
         layout = plgpu.Layout.WGMMA.reduce(1 - axis)
         return lax.broadcast_in_dim(plgpu.load(ref, layout=layout, optimized=False), shape, [axis])
 
-    def _computed(self, tile: _Tile, column: Any, warpgroup: Any) -> list[Any]:
-        """Return this warpgroup's part of each product of a tile."""
+    def _computed(self, tile: _Tile, column: Any, warpgroup: Any) -> Any:
+        """Return this warpgroup's part of a tile of a product."""
         products = (self._promoted if self.plan.promoted else self._summed)(tile.first, warpgroup)
-        return [products * self._factors(tile, column, 0, (ROWS, self.plan.part_columns), axis=0)]
+        return products * self._factors(tile, column, warpgroup, (ROWS, self.plan.part_columns), axis=0)
 
     def _multiply(self, accumulator: Any, stage: Any, warpgroup: Any) -> None:
         plgpu.wgmma(accumulator, self.memory.x.at[stage], self.memory.w.at[stage, warpgroup].transpose((1, 0)))
@@ -287,44 +298,67 @@ class WideRowsKernel(FewRowsKernel):
 
     def memory_types(self) -> _Memory:
         """See `FewRowsKernel`."""
-        plan = self.plan
-        shape = plan.stages * plan.consumers * plan.products, plan.part_columns
+        plan, shape = self.plan, (self.plan.stages * self.plan.consumers, self.plan.part_columns)
         numbers, pairs = tiled((*shape, STEP), plan.w_dtype), tiled((*shape, HALF), jnp.int16)
-        return super().memory_types()._replace(w=self.backend.aliased(numbers, pairs))
+        found = super().memory_types()._replace(w=self.backend.aliased(numbers, pairs))
+        if plan.gate_shape is None:
+            return found
+        gates = Pipeline.types(plan.parts, consumers=1)
+        return found._replace(gate=plgpu.SMEM(plan.gate_shape, jnp.float32), gates=gates)
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: _Memory) -> None:
         """See `FewRowsKernel`."""
         self.pairs = memory.w
         super().run(arrays, results, memory._replace(w=self.backend.views(memory.w, 2)[0]))
 
-    def _part(self, stage: Any, part: Any, product: int) -> Any:
-        return self.memory.w.at[self._number(stage, part, product)]
+    def _columns(self, stage: Any, warpgroup: Any) -> Any:
+        return self.memory.w.at[self._number(stage, warpgroup)]
 
-    def _number(self, stage: Any, part: Any, product: int) -> Any:
-        return (stage * self.plan.products + product) * self.plan.consumers + part
+    def _number(self, stage: Any, warpgroup: Any) -> Any:
+        return stage * self.plan.consumers + warpgroup
 
-    def _computed(self, tile: _Tile, column: Any, warpgroup: Any) -> list[Any]:
+    def _computed(self, tile: _Tile, column: Any, warpgroup: Any) -> Any:
         plan, shape = self.plan, (ROWS, self.plan.tile_rows)
 
-        def one(i: Any, sums: Sequence[Any]) -> list[Any]:
+        def one(i: Any, sums: Any) -> Any:
             stage = self.pipeline.stage(tile.first + i)
             self.pipeline.consumer_wait(stage)
-            found = [self._added(total, stage, warpgroup, product) for product, total in enumerate(sums)]
+            pairs = self.backend.load_pairs(self.pairs, self._number(stage, warpgroup), pl.ds(0, HALF))
+            halves = self.backend.widened_in_order(pairs, plan.w_dtype, plan.dtype)
+            [found] = self.backend.accumulate(functools.partial(self._multiply_halves, stage, halves), sums)
             self.pipeline.consumer_release(stage)
             return found
 
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        found = lax.fori_loop(0, tile.steps, one, [zeros] * plan.products)
-        return [total * self._factors(tile, column, product, shape, axis=1) for product, total in enumerate(found)]
+        found = lax.fori_loop(0, tile.steps, one, zeros)
+        return found * self._factors(tile, column, warpgroup, shape, axis=1)
 
-    def _added(self, total: Any, stage: Any, warpgroup: Any, product: int) -> Any:
-        """Return a sum with the products of a stage."""
-        pairs = self.backend.load_pairs(self.pairs, self._number(stage, warpgroup, product), pl.ds(0, HALF))
-        halves = self.backend.widened_in_order(pairs, self.plan.w_dtype, self.plan.dtype)
-        [found] = self.backend.accumulate(functools.partial(self._multiply_halves, stage, halves), total)
-        return found
+    def _finish(self, tile: _Tile, values: Any, warpgroup: Any, store: Callable[[Any], None]) -> None:
+        """See `FewRowsKernel`; the warpgroup with the gate's product passes it to the other one."""
+        plan, memory = self.plan, self.memory
+        if plan.splits > 1 or not plan.gated:
+            store(values if plan.splits > 1 else self._result(tile, [values]))
+            return
+        product, part = self._place(warpgroup)
+        passed, full, empty = memory.gate.at[part], memory.gates.full.at[part], memory.gates.empty.at[part]
 
-    def _finished(self, tile: _Tile, products: Sequence[Any]) -> Any:
+        @pl.when(product == 1)
+        def _pass() -> None:
+            compat.store_as_it_is(passed, values)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(full)
+            plgpu.barrier_wait(empty)
+
+        @pl.when(product == 0)
+        def _take() -> None:
+            plgpu.barrier_wait(full)
+            gate = plgpu.load(passed, layout=plgpu.Layout.WGMMA, optimized=False)
+            self.backend.order_reads()
+            plgpu.barrier_arrive(empty)
+            store(self._result(tile, [values, gate]))
+
+    def _result(self, tile: _Tile, products: Sequence[Any]) -> Any:
+        """Return the result of the epilogue."""
         plan, shape, factors = self.plan, (ROWS, self.plan.tile_rows), None
         if plan.factored:
             factors = self._spread(self.of_result.at[pl.ds(tile.row, plan.tile_rows)], shape, 1)

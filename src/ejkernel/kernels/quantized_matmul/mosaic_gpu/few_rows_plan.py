@@ -121,16 +121,26 @@ class FewRowsPlan:
         return padded(self.rows, ROW_TILE) if self.wide else ROWS
 
     @property
-    def consumers(self) -> int:
-        """Warpgroups that share a tile's columns."""
+    def parts(self) -> int:
+        """Parts of a tile's columns; each product of a part has a warpgroup."""
         if self.wide:
             return self.tile_columns // ROWS
         return 1 if self.tile_columns <= PART else 2
 
     @property
+    def consumers(self) -> int:
+        """Warpgroups that share a tile."""
+        return self.products * self.parts
+
+    @property
     def part_columns(self) -> int:
         """Columns of a consumer."""
-        return self.tile_columns // self.consumers
+        return self.tile_columns // self.parts
+
+    @property
+    def gate_shape(self) -> tuple[int, int, int] | None:
+        """The shape of shared memory for the gate's products; `None` if the kernel does not apply the gate."""
+        return (self.parts, ROWS, self.tile_rows) if self.gated and self.splits == 1 else None
 
     @property
     def steps(self) -> int:
@@ -190,6 +200,7 @@ class FewRowsPlan:
         return (
             self.stages * self.stage_bytes
             + self.tile_rows * self.tile_columns * jnp.dtype(self.result_dtype).itemsize
+            + (4 * math.prod(self.gate_shape) if self.gate_shape else 0)
             + OVERHEAD
         )
 

@@ -238,8 +238,8 @@ def _few_rows_fault(plan: FewRowsPlan) -> str | None:
         return f"it needs {plan.shared_bytes()} of {hopper.SHARED_MEMORY} bytes of shared memory."
     if plan.wide and plan.tile_columns % FEW_ROWS:
         return f"block_n must be a multiple of {FEW_ROWS} for rows of 16 bits, got {plan.tile_columns}."
-    if plan.consumers == 4 and plan.products * plan.tile_rows > FEW_ROWS:
-        return f"block_n must be at most 192 with a gate and {plan.tile_rows} rows, got {plan.tile_columns}."
+    if plan.gated and plan.tile_columns > 2 * FEW_ROWS:
+        return f"block_n must be {FEW_ROWS} or {2 * FEW_ROWS} with a gate, got {plan.tile_columns}."
     if plan.stages < plan.promoted:
         return f"stages must be at least {plan.promoted}, got {plan.stages}."
     return None
