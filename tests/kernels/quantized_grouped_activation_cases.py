@@ -20,11 +20,11 @@ def call_of(lhs, rhs, *sizes, gated=True, factored=False, quantize=E4M3, **optio
 
     def call(dtype):
         args, given = products.call_of(lhs, rhs, *sizes, **own)(dtype)
-        given.pop("preferred_element_type", None)
+        out = {"preferred_element_type": given.pop("preferred_element_type")} if lhs and rhs else {}
         # The same matrices in another order of groups.
         gate = tuple(None if args[i] is None else jnp.flip(args[i], 0) for i in (1, 4)) if gated else None
         more = (gate, jnp.linspace(-1, 2, len(args[0]))) if factored else (gate,) if gated else ()
-        result = {"preferred_element_type": dtype} if quantize is None else {"quantize": quantize}
+        result = out if quantize is None else {"quantize": quantize}
         return (*args, *more), given | {"activation": "silu", **result, **options}
 
     return call
@@ -63,10 +63,10 @@ SUBJECT = Subject(
         "wide matrices": call_of((E4M3, BLOCKS), None, SHORT, factored=True, quantize=None),
         "some of the groups": call_of((E4M3, ROWS), (E4M3, ROWS), first_group=1, activation="gelu"),
     },
-    briefly=("rows and columns",),
+    briefly=("rows and columns", "wide rows, factors"),
     backends={
         "mosaic_gpu": Backend(dtypes=("bfloat16",)),
-        "xla": Backend(dtypes=("float32",), params=(XlaGroupedParams(block_rows=7), XlaGroupedParams())),
+        "xla": Backend(dtypes=("float32", "bfloat16"), params=(XlaGroupedParams(block_rows=7), XlaGroupedParams())),
     },
     # A number halfway between two others may be rounded to either: float8 has few digits.
     tolerance=dict.fromkeys(("float32", "bfloat16", "float16"), 0.15),

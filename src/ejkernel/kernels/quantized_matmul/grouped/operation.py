@@ -184,13 +184,13 @@ class QuantizedGroupedMatmul(GroupedOperation[QuantizedGroupedMatmulConfig]):
         shared = gradient_options(kwargs)
         if lhs_scale is None:
             more = shared | {"rhs_block": kwargs["rhs_block"], "transpose_rhs": not kwargs.get("transpose_rhs", False)}
-            dlhs = self(dout.astype(lhs.dtype), rhs, groups, None, rhs_scale, *factors, **more)
+            dlhs = quantized_grouped_matmul(dout.astype(lhs.dtype), rhs, groups, None, rhs_scale, *factors, **more)
         elif rhs_scale is None:
             drhs = self._matrices_gradient(primals, kwargs, dout)
         if not factors:
             return dlhs, drhs, None, None, None
         wide = {**kwargs, "preferred_element_type": "float32"}
-        product = self(*primals[:5], **wide)
+        product = quantized_grouped_matmul(*primals[:5], **wide)
         own = own_rows(groups, lhs.shape[0], rhs.shape[0])
         dscale = jnp.where(own, jnp.sum(product * dout.astype(jnp.float32), axis=1), 0).astype(factors[0].dtype)
         return dlhs, drhs, None, None, None, dscale
