@@ -389,12 +389,17 @@ class ProductKernel:
 
 
 def epilogue(products: Sequence[jax.Array], row_scale: jax.Array | None, activation: str | None) -> jax.Array:
-    """Return the result for a piece of each product, as `common.finished` does, in fast instructions."""
+    """Return the result for a piece of each product, as `common.finished` does, in fast instructions.
+
+    Factors of rows are those of each row, or of each element.
+    """
     first, *others = products
     out = first if activation is None else _ACTIVATIONS[activation](first)
     for other in others:
         out = out * other
-    return out if row_scale is None else out * lax.broadcast_in_dim(row_scale, out.shape, [0])
+    if row_scale is None:
+        return out
+    return out * (row_scale if row_scale.ndim == out.ndim else lax.broadcast_in_dim(row_scale, out.shape, [0]))
 
 
 def _times_sigmoid(x: jax.Array, at: jax.Array) -> jax.Array:
