@@ -32,12 +32,14 @@ from ejkernel.kernels.layer_norm.operation import LayerNormCall
 from ejkernel.kernels.paged_attention.common import PagedCall
 from ejkernel.kernels.paged_attention.tpu_ragged import TpuRagged, vector_memory
 from ejkernel.kernels.rms_norm.operation import RmsNormCall
+from ejkernel.modules import FlashAttentionConfig, flash_attention
+from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.fingerprint import fingerprint_of
 
 pytest.importorskip("libtpu")
 pytestmark = pytest.mark.slow
 
-CHIPS = ("v5e", "v6e")
+CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 SAMPLE = int(os.environ.get("TPU_SAMPLE", "4"))  # configurations of each space
 LEAST = 160 << 20  # bytes of an array; a chip has 128 MiB of vector memory at most
 
@@ -48,7 +50,7 @@ def sharding(request):
     from jax.experimental import topologies
 
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # ask no server for what machine this is
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=f"{request.param}:2x2")
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[request.param])
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
 
 
@@ -88,10 +90,26 @@ def test_the_limit_of_a_kernel_is_the_compilers(sharding):
     args = (
         jax.ShapeDtypeStruct(shape, "bfloat16", sharding=sharding) for shape in ((call.rows, call.dim), (call.dim,))
     )
-    too_many = row_norms.PallasParams(block_rows=2048)
+    too_many = row_norms.PallasParams(block_rows=1024)  # less than the chip has
     assert f"a kernel may take {limit_of(call)} on" in implementation.params_fault(call, too_many)
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"limit {limit_of(call) >> 20}.00M"):
         used_memory(lambda *args: implementation.forward(call, *args, params=too_many)[0], *args)
+
+
+def test_a_program_lowered_for_a_device_of_a_topology_is_for_its_chip(sharding):
+    x = jax.ShapeDtypeStruct((1, 16_384, 1, 256), "bfloat16", sharding=sharding)
+
+    def lowered(block):
+        params = splash.SplashParams(block_q=block, block_kv=block, block_kv_compute=512)
+        config = FlashAttentionConfig(implementation="splash", fwd=params)
+        return jax.jit(lambda *args: flash_attention(*args, causal=True, cfg=config)).lower(x, x, x)
+
+    assert lowered(4096)
+    if chip_of(sharding) == "tpu:tpu_v5":
+        with pytest.raises(ConfigError, match="a kernel may take 67108864 on this chip"):
+            lowered(16_384)
+    else:
+        assert lowered(8192)
 
 
 ATTENTION = {
