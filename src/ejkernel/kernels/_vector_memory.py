@@ -25,6 +25,7 @@ _MEMORY = {
     "tpu:tpu_v5": 64 << 20,
     "tpu:tpu7x": 64 << 20,
 }
+_SCHEDULES = 1.02  # kernels of one form may take this much more if XLA keeps some of their arrays
 _LEAST = 16 << 20  # limit and memory of a v4
 _UNKNOWN = (
     "every TPU. The chip is unknown; to name it, lower the program for arguments with the sharding of a device of a "
@@ -79,7 +80,7 @@ class Parts(NamedTuple):
                 registers. Kernels of one form differ a little.
         """
         if self.form in compiled:
-            most = int((self.known + compiled[self.form]) * 1.01)
+            most = int((self.known + compiled[self.form]) * _SCHEDULES)
         else:
             most = self.known + int(4 * sum(self.sizes[name] * weight for name, weight in weights[self.kind].items()))
         return Need(self.least, max(self.least, most))
