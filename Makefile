@@ -22,7 +22,7 @@ help:
 	@echo "make check    lint, types and the quick tests (a minute): what to run while you work"
 	@echo "make test     all tests, with samples of large matrices; PYTHON=, JAX=, VENV= and PYTEST_ARGS= choose what runs"
 	@echo "make test-all every case of all tests, and whole spaces"
-	@echo "make test-tpu the kernels for TPUs, compiled by Google's compiler for v5e and v6e (JAX 0.11.2, Python 3.12)"
+	@echo "make test-tpu the kernels for TPUs, compiled by Google's compiler for v5e, v5p and v6e (JAX 0.11.2, Python 3.12)"
 	@echo "make doctest  the examples in README.md, docs/ and docstrings"
 	@echo "make docs     the documentation site, in build/site"
 	@echo "make lint     ruff and mypy"

@@ -80,11 +80,11 @@ class Pallas(Implementation[CallT], Generic[CallT]):
         """Return why the kernel cannot use this block size; `None` if it can."""
         if params.block_rows % _TILE[call.dtype]:
             return f"block_rows must be a multiple of {_TILE[call.dtype]} for {call.dtype}."
-        return memory(call, params).fault(limit_of(call))
+        return memory(call, params).fault(limit_of(call), call)
 
     def doubt(self, call: CallT, params: PallasParams) -> str | None:
         """See `Implementation`."""
-        return self.params_fault(call, params) or memory(call, params).doubt(limit_of(call))
+        return self.params_fault(call, params) or memory(call, params).doubt(limit_of(call, surely=True), call)
 
     def heuristic(self, call: CallT) -> PallasParams:
         """Return the largest block of `space` that surely fits in memory."""

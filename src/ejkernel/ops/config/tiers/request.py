@@ -167,8 +167,9 @@ class Request:
         if found is None:
             return "no estimates"
         best, note = chosen(found)
-        if best is None or best.is_heuristic:
-            return f"the heuristic is the fastest: {note}" if best is not None else note
+        note = f"{note}; {found.source()}"
+        if best is None:
+            return note
         note_config_types(self.inv, self.kernel)
         try:
             config = decode_config(best.config, best.config_type)
