@@ -61,6 +61,7 @@ from ejkernel.compat.processes import any_span as any_span
 from ejkernel.compat.processes import coordination_store as coordination_store
 from ejkernel.compat.processes import span_of as span_of
 from ejkernel.compat.programs import Answers as Answers
+from ejkernel.compat.programs import absent_device as absent_device
 from ejkernel.compat.programs import is_partitioned as is_partitioned
 from ejkernel.compat.programs import is_split_by_xla as is_split_by_xla
 from ejkernel.compat.programs import label_value as label_value
@@ -113,6 +114,7 @@ from ejkernel.compat.tracing import evaluate_without_arguments as evaluate_witho
 from ejkernel.compat.tracing import explicit_mesh as explicit_mesh
 from ejkernel.compat.tracing import finfo as finfo
 from ejkernel.compat.tracing import has_references as has_references
+from ejkernel.compat.tracing import in_mesh_order as in_mesh_order
 from ejkernel.compat.tracing import instantiated as instantiated
 from ejkernel.compat.tracing import is_named as is_named
 from ejkernel.compat.tracing import is_reference as is_reference

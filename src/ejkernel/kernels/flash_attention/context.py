@@ -30,7 +30,7 @@ from jax import lax
 
 from ejkernel.kernels._varying import unify_varying
 
-from ._zigzag import from_zigzag, to_natural_shard, to_zigzag, to_zigzag_shard
+from ._zigzag import from_zigzag, moved, to_natural_shard, to_zigzag, to_zigzag_shard
 from .common import EMPTY_ROW_LSE, Operands, Residuals, accumulator, returned_lse
 
 Sides = tuple[int | None, int | None]
@@ -377,7 +377,7 @@ class _Walk:
         """Return what the device `by` places before has; without `wraps`, zeros where no such device exists."""
         ends = [(i, i + by) for i in range(self.count)]
         moves = [(i, to % self.count) for i, to in ends if wraps or 0 <= to < self.count]
-        return jax.tree.map(lambda x: lax.ppermute(x, self.context.axes, moves), tree)
+        return jax.tree.map(lambda x: moved(x, self.context.axes, moves), tree)
 
 
 def _band(sides: Sides, distance: int, length: int) -> Block | None:

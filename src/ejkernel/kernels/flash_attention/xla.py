@@ -123,7 +123,7 @@ class Xla(AttentionImplementation):
             return cast(Residuals, split)
         grid = grid_of(call, params)
         blocks = grid.split(unify_varying(operands))
-        is_single = len(grid.pairs) == 1 and blocks.dropout_key is None and is_on_gpu(call)
+        is_single = len(grid.pairs) == grid.query_blocks == 1 and blocks.dropout_key is None and is_on_gpu(call)
         if is_single and (blocks.bias is None or not keeps_lse):
             out, lse = _attend_at_once(blocks, grid)
             return grid.join_queries(out.astype(operands.query.dtype)), grid.join_rows(lse)
@@ -189,7 +189,8 @@ class Xla(AttentionImplementation):
             rest=jnp.where(empty, 0, lse),
             delta=grid.split_rows(delta, fill=0),
         )
-        rows = _exact_rows(rows, blocks, grid)
+        if not rules.partial:  # the sums over all keys are not those over these
+            rows = _exact_rows(rows, blocks, grid)
         if dlse is not None:  # d lse / d logits are the weights, so dlse enters as -delta does
             rows = rows._replace(delta=rows.delta - grid.split_rows(dlse.astype(grid.dtype), fill=0))
         sums = (blocks.query, blocks.key, blocks.value, blocks.bias)
