@@ -108,6 +108,9 @@ def multiply(plan: FewRowsPlan, *arrays: jax.Array, interpret: Any = None) -> li
 class FewRowsKernel:
     """The program of one block of threads."""
 
+    of_result: Any  # factors of the result's rows
+    groups: Any  # the number of rows, or the table of tiles
+
     def __init__(self, plan: FewRowsPlan, backend: Backend) -> None:
         self.plan, self.backend = plan, backend
 
@@ -123,11 +126,13 @@ class FewRowsKernel:
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: _Memory) -> None:
         """Run this warpgroup as producer or consumer."""
-        count = self.plan.products
-        self.x, self.matrices, (self.row_scale, *others) = arrays[0], arrays[1 : 1 + count], arrays[1 + count :]
-        self.column_scales, others = others[:count], others[count:]
-        # Of the result's rows; and the number of rows, or the table of tiles.
-        self.of_result, self.groups = ([None] * (not self.plan.factored) + others + [None])[:2]
+        given = iter(arrays)
+        self.x = next(given)
+        self.matrices = [next(given) for _ in range(self.plan.products)]
+        self.row_scale = next(given)
+        self.column_scales = [next(given) for _ in range(self.plan.products)]
+        self.of_result = next(given) if self.plan.factored else None
+        self.groups = next(given, None)
         [self.out], self.memory, self.pipeline = results, memory, memory.pipeline
         # Zero, but unknown to the compiler, which would refuse a tile of more rows than there are. TMA clips it.
         self.row = lax.min(lax.axis_index(PROGRAM), 0)
