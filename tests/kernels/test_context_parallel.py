@@ -197,6 +197,24 @@ def test_transformations_of_a_sharded_sequence():
     close(*(jax.jit(everything, static_argnums=0)(function) for function in (plain, over(2))))
 
 
+@pytest.mark.parametrize("axis_name", [None, "context"])
+def test_vmap_around_shard_map_with_segments_that_differ(axis_name):
+    """JAX makes both branches of a condition that `vmap` maps, and then they fail inside `shard_map`."""
+    arrays, ids = [x[..., :8] for x in operands()], jnp.stack([segments(), segments()[::-1], segments() * 0])
+    spec = P(None, axis_name) if axis_name else P("context")
+
+    def local(*arrays):
+        return plain(*arrays[:3], segment_ids=arrays[3], axis_name=axis_name)
+
+    shards = jax.shard_map(local, mesh=mesh(2), in_specs=(spec,) * 4, out_specs=spec)
+
+    def mapped(function):
+        return jax.vmap(lambda ids: gradient(lambda *arrays: function(*arrays, ids))(*arrays))(ids)
+
+    expected = mapped(lambda *arrays: plain(*arrays[:3], segment_ids=arrays[3]))
+    close(expected, jax.jit(lambda: mapped(shards))())
+
+
 def permutes(program):
     return len(re.findall(r"= \S+ collective-permute(?:-start)?\(", program.as_text()))
 
@@ -229,6 +247,10 @@ WRONG = {
     "dropout": ({"dropout_rate": 0.1, "dropout_key": jnp.zeros(2, jnp.uint32)}, "dropout_rate is not available"),
     "odd": ({"zigzag": True}, "zigzag needs shards of even length, two pieces each; got 7 queries and 7 keys"),
     "another axis": ({"axis_name": "data"}, "axis_name must be a mesh axis of an enclosing jax.shard_map.*got 'data'"),
+    "an axis twice": (
+        {"axis_name": ("context", "context")},
+        "axis_name must name each mesh axis once; got .'context', ",
+    ),
     "a number": ({"axis_name": 3}, "axis_name must be the name of a mesh axis, several names, or None; got 3"),
     "no axis": ({"axis_name": None, "gather_keys": True}, "gather_keys needs axis_name.*got gather_keys=True"),
 }
@@ -254,8 +276,22 @@ def test_zigzag_order_pairs_early_and_late_pieces():
     np.testing.assert_array_equal(positions, [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7])
     tree = {"tokens": jnp.arange(24).reshape(2, 12), "x": jnp.arange(48).reshape(2, 12, 2)}
     close(tree, from_zigzag(to_zigzag(tree, 3), 3))
-    with pytest.raises(ArgumentError, match=r"axis 1 .* divisible by 2 \* devices = 8, got shape \(2, 12\)"):
-        to_zigzag(tree, 4)
+
+
+WRONG_ORDERS = {
+    "length": (np.ones((2, 12)), 4, r"axis 1 .* divisible by 2 \* devices = 8, got shape \(2, 12\)"),
+    "no devices": (np.ones((2, 12)), 0, "devices must be .* an int >= 1; got 0"),
+    "a mesh": (np.ones((2, 12)), "context", "devices must be .*; got 'context'"),
+    "no batch": (np.ones(12), 2, r"the sequence as axis 1, got float64\[12\]; pass axis="),
+    "no array": ([1, 2], 1, "tree must consist of arrays .* got int"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_ORDERS)
+def test_what_cannot_be_reordered_is_an_error_with_the_fix(wrong):
+    tree, devices, says = WRONG_ORDERS[wrong]
+    with pytest.raises(ArgumentError, match=says):
+        to_zigzag(tree, devices)
 
 
 def test_a_block_is_not_launched_persistently_since_copies_hold_multiprocessors(monkeypatch):

@@ -16,8 +16,11 @@ import numpy as np
 from jax import lax
 
 from ejkernel import compat
+from ejkernel.kernels._numbers import is_integer
+from ejkernel.kernels._options import type_text
 from ejkernel.kernels._varying import Tree
 from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.utils.values.scalars import given_text
 
 
 def to_zigzag(tree: Tree, devices: int, *, axis: int = 1) -> Tree:
@@ -33,7 +36,8 @@ def to_zigzag(tree: Tree, devices: int, *, axis: int = 1) -> Tree:
         axis: The axis of the sequence in each array.
 
     Raises:
-        ArgumentError: A sequence's length is not divisible by `2 * devices`.
+        ArgumentError: `devices` is not a positive integer, an array lacks the axis, or a sequence's length is not
+            divisible by `2 * devices`.
     """
     return _reordered(tree, _zigzag_pieces(devices), axis)
 
@@ -47,12 +51,17 @@ def from_zigzag(tree: Tree, devices: int, *, axis: int = 1) -> Tree:
         axis: The axis of the sequence in each array.
 
     Raises:
-        ArgumentError: A sequence's length is not divisible by `2 * devices`.
+        ArgumentError: `devices` is not a positive integer, an array lacks the axis, or a sequence's length is not
+            divisible by `2 * devices`.
     """
     return _reordered(tree, _inverse(_zigzag_pieces(devices)), axis)
 
 
 def _zigzag_pieces(devices: int) -> list[int]:
+    if not is_integer(devices) or devices < 1:
+        raise ArgumentError(
+            f"devices must be the number of devices that share a sequence, an int >= 1; got {given_text(devices)}."
+        )
     return [piece for i in range(devices) for piece in (i, 2 * devices - 1 - i)]
 
 
@@ -64,6 +73,11 @@ def _reordered(tree: Tree, order: Sequence[int], axis: int) -> Tree:
     """Return arrays with the pieces of one axis in another order."""
 
     def reordered(x: Any) -> Any:
+        if not isinstance(x, np.ndarray | jax.Array) or not -x.ndim <= axis < x.ndim:
+            raise ArgumentError(
+                f"tree must consist of arrays that have the sequence as axis {axis}, got {type_text(x)}; pass axis=, "
+                "e.g. axis=0 for arrays without a batch."
+            )
         at, length = axis % x.ndim, x.shape[axis]
         if length % len(order):
             raise ArgumentError(

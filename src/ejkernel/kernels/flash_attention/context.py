@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels._varying import unify_varying
+from ejkernel.kernels._varying import of_any_example, unify_varying
 
 from ._zigzag import from_zigzag, moved, to_natural_shard, to_zigzag, to_zigzag_shard
 from .common import EMPTY_ROW_LSE, Operands, Residuals, accumulator, returned_lse
@@ -348,7 +348,7 @@ class _Walk:
         own = self.operands.query_segments
         if own is not None and keys.segments is not None:
             visible &= jnp.any((keys.segments.max(1) >= own.min(1)) & (own.max(1) >= keys.segments.min(1)))
-        return visible
+        return of_any_example(visible)
 
     def _key_lengths(self, shard: Any) -> jax.Array | None:
         return self._local(self.operands.key_lengths, shard, self.columns)

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.kernels._numbers import has_small_range, normalized
-from ejkernel.kernels._varying import unify_varying
+from ejkernel.kernels._varying import of_any_example, unify_varying
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.values.signature import is_known
 
@@ -265,7 +265,8 @@ def _where_they_meet(
         meet.append(pair[1] * grid.kv_block < blocks.key_lengths)
     if not meet:
         return change(state, pair)
-    return lax.cond(functools.reduce(jnp.logical_and, meet).any(), change, lambda state, _: state, state, pair)
+    do_meet = of_any_example(functools.reduce(jnp.logical_and, meet).any())
+    return lax.cond(do_meet, change, lambda state, _: state, state, pair)
 
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
