@@ -4,8 +4,8 @@
 A program for a TPU is only compiled, never run. The compiler reports the vector memory that each kernel takes. What it
 surely takes by our estimate must not be more, because this decides which configurations are refused, and the upper
 estimate must not be less, because it decides what untuned calls run. How far the latter may be higher is stated with
-each test. XLA keeps short arrays in vector memory; a kernel has no windows for them. `benchmarks.tpu_windows` adds these
-windows for attention. Arrays of other kernels are long.
+each test. XLA keeps short arrays in vector memory; a kernel has no windows for them. `benchmarks.tpu_windows` adds
+these windows for attention. Arrays of other kernels are long.
 """
 
 from __future__ import annotations
