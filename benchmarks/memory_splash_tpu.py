@@ -131,15 +131,6 @@ def parts_by_kernel(call: Any, params: Any) -> dict[str, Any]:
     return {names.get(name, name): _splash_memory.parts_of(call, name, own) for name, own in blocks.items()}
 
 
-def ids_memory(call: Any, params: Any, name: str) -> int:
-    """Return the bytes of a kernel's windows of ids and positions."""
-    from ejkernel.kernels.flash_attention import _splash_memory, splash
-
-    own = {"fwd": "forward"}.get(name, name)
-    own = "fused" if name == "keys" and params.fused else own
-    return _splash_memory.ids_memory(call, own, splash.blocks_of(params)[own])
-
-
 def call_of(case: dict[str, Any]) -> Any:
     """Return the call of a case."""
     call, _ = memory_tpu.described(case | {"chip": "v5e"})

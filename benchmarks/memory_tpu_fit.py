@@ -63,9 +63,7 @@ def _of_splash(one: dict[str, Any]) -> Iterator[Kernel]:
     call = memory_splash_tpu.call_of(one)
     params = Splash().params_type(backward=call.backward)(**one["params"])
     for name, parts in memory_splash_tpu.parts_by_kernel(call, params).items():
-        # older results are of long arrays, but XLA keeps ids and positions, which are short, nearly always
-        kept = one["kept"][name] if "kept" in one else memory_splash_tpu.ids_memory(call, params, name)
-        yield Kernel(parts, one["used"][name] + kept)
+        yield Kernel(parts, one["used"][name] + one.get("kept", {}).get(name, 0))
 
 
 def fitted(found: Sequence[Kernel]) -> dict[str, float]:

@@ -47,7 +47,7 @@ def parts_of(call: AttentionCall, name: str, blocks: Blocks) -> Parts:
     block = clipped_blocks(call.query[1], call.key[1], blocks)
     size, head, value = jnp.dtype(call.dtype).itemsize, up(call.query[3]), up(call.value[3])
     least = 2 * size * (block.queries + block.keys) * (head + value)
-    least += ids_memory(call, name, blocks)
+    least += _ids_memory(call, name, blocks)
     if name == "forward":
         sums = 4 * block.queries * (2 * LANES + value)
         least += 4 * block.queries * 2 * LANES + sums
@@ -124,7 +124,7 @@ def _has_mask(call: AttentionCall) -> bool:
     return call.rules.left is not None or call.rules.right is not None
 
 
-def ids_memory(call: AttentionCall, name: str, blocks: Blocks) -> int:
+def _ids_memory(call: AttentionCall, name: str, blocks: Blocks) -> int:
     """Return the bytes of the windows of ids, and of positions if a mask is computed from them; a row has 128 lanes."""
     block = clipped_blocks(call.query[1], call.key[1], blocks)
     rows = block.keys if name in ("keys", "fused") else block.queries
