@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-# make check | test | test-all | doctest | lint | demo | bench | torture | release-check | clean - each sets up $(VENV) by itself.
+# make check | test | test-all | doctest | lint | demo | bench | torture | release-check | clean - each creates $(VENV) if it is missing.
 PYTHON ?= python3
 VENV ?= .venv
-# An exact JAX version such as 0.10.2, or nightly; empty: the newest that PYTHON can run.
+# An exact JAX version such as 0.10.2, or nightly; empty means the newest that PYTHON can run.
 JAX ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
-# Such as --short, or crashes --seconds 60.
+# For example --short, or crashes --seconds 60.
 TORTURE_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-jax$(JAX)
 
-# Bytecode that is kept saves each run of the tests, and each process that they start, from compiling it.
+# Keep bytecode: otherwise each run of the tests, and each process that they start, compiles it again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
@@ -22,7 +22,7 @@ help:
 	@echo "make check    lint, types and the quick tests (a minute): what to run while you work"
 	@echo "make test     all tests, with samples of large matrices; PYTHON=, JAX=, VENV= and PYTEST_ARGS= choose what runs"
 	@echo "make test-all every case of all tests, and whole spaces"
-	@echo "make test-tpu the kernels for TPUs, compiled by Google's compiler for v5e and v6e (JAX 0.11.2, Python 3.12)"
+	@echo "make test-tpu the kernels for TPUs, compiled by Google's compiler for v5e, v5p and v6e (JAX 0.11.2, Python 3.12)"
 	@echo "make doctest  the examples in README.md, docs/ and docstrings"
 	@echo "make docs     the documentation site, in build/site"
 	@echo "make lint     ruff and mypy"

@@ -22,7 +22,6 @@ from typing import Any
 
 from benchmarks import memory_tpu
 from benchmarks.drawn_tpu import Draws
-from ejkernel import compat
 
 _CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 _FINGERPRINTS = {"v5e": "tpu:tpu_v5_lite", "v5p": "tpu:tpu_v5", "v6e": "tpu:tpu_v6_lite", "tpu7x": "tpu:tpu7x"}
@@ -139,36 +138,16 @@ def call_of(case: dict[str, Any]) -> Any:
 
 
 def compiled(case: dict[str, Any]) -> dict[str, Any]:
-    """Return the bytes of vector memory of each kernel."""
-    import jax
-    from jax.experimental import topologies
-
+    """Return the bytes of vector memory of each kernel, and of windows that it does not have: see `tpu_windows`."""
+    from benchmarks import tpu_windows
     from ejkernel.kernels.flash_attention import splash
 
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=_CHIPS[case["chip"]])
-    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
     call, implementation = call_of(case), splash.Splash()
-    _, operands = memory_tpu.described(case | {"chip": "v5e"})
-    batch, length, heads, _ = operands.query.shape
-
-    def like(shape: Sequence[int], dtype: str) -> Any:
-        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
-
-    operands = jax.tree.map(lambda x: like(x.shape, x.dtype), operands)
+    operands = tpu_windows.placed(memory_tpu.described(case | {"chip": "v5e"})[1], _CHIPS[case["chip"]])
     params = implementation.params_type(backward=call.backward)(**case["params"])
-    if call.backward:
-        out, lse = like((batch, length, heads, case["dims"][1]), case["dtype"]), like((batch, heads, length), "float32")
-        run = jax.jit(lambda o, out, lse: implementation.differentiate(o, (out, lse), out, call.rules, params))
-        lowered = run.lower(operands, out, lse)
-    else:
-        lowered = jax.jit(lambda o: implementation.attend(o, call.rules, params)).lower(operands)
-    return {"used": _used(str(lowered.compile().as_text()))}
-
-
-def _used(text: str) -> dict[str, int]:
-    """Return the bytes of each kernel, by its name in `kernels_memory`."""
-    names = re.findall(r"%splash_mha_(fwd|dkv|dq)\w*(?:\.\d+)* = [^\n]*tpu_custom_call", text)
-    return {_KERNELS[name]: size for name, size in zip(names, compat.vector_memory(text), strict=True)}
+    found = tpu_windows.of_attention(implementation, call, operands, params)
+    by_name = {_KERNELS[re.sub("splash_mha_([a-z]+).*", r"\1", one.name)]: one for one in found}
+    return {size: {name: getattr(one, size) for name, one in by_name.items()} for size in ("used", "kept")}
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:

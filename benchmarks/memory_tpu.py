@@ -3,9 +3,9 @@
 
 Each call is drawn by a seed from all combinations of chip, direction, mask, soft cap, ids, dtype, length, head
 dimension and grouped heads. It has the heuristic's parameters or others of the space, also those that do not fit in our
-estimate. Seed 0 lists common calls instead, with the heuristic's parameters. Google's compiler compiles each kernel for
-arrays of at least 160 MiB, since XLA keeps short arrays in vector memory, and reports the bytes of vector memory that
-it uses. Nothing runs on a TPU.
+estimate. Seed 0 lists common calls instead, with the heuristic's parameters. Google's compiler compiles each call for
+arrays of at least 160 MiB, since XLA keeps short ones in vector memory (`benchmarks.memory_tpu_calls`), and reports the
+bytes of vector memory that each kernel uses. Nothing runs on a TPU.
 
 The ratio is our upper estimate over the compiler's figure. A kernel that the compiler refuses has its reason.
 Parameters fit if the upper estimate does, and are refused if what the kernel surely takes does not. Otherwise the
@@ -26,7 +26,6 @@ from typing import Any
 
 from benchmarks import attention_tpu
 from benchmarks.drawn_tpu import Draws
-from ejkernel import compat
 
 _DEVICES = {"v5e": "tpu:tpu_v5_lite", "v5p": "tpu:tpu_v5", "v6e": "tpu:tpu_v6_lite"}
 _DIRECTIONS = ("forward", "backward")
@@ -44,6 +43,7 @@ _COMMON = tuple(
         for sizes, segments in (((4096, 2), (False, True)), ((8192, 2), (False,)), ((4096, 1), (False,)))
     )
 )
+COMMON = len(_COMMON)
 _LEAST = 160 << 20  # bytes of an array; a chip has 128 MiB of vector memory at most
 
 
@@ -91,8 +91,9 @@ def described(case: dict[str, Any]) -> tuple[Any, Any]:
     like: Any = jax.ShapeDtypeStruct
     length, (head_dim, value_dim) = case["length"], case["dims"]
     batch = math.ceil(_LEAST / (length * min(head_dim, value_dim) * (4 if case["dtype"] == "float32" else 2)))
-    query = like((batch, length, case["repeats"], head_dim), case["dtype"])
-    key, value = (like((batch, length, 1, dim), case["dtype"]) for dim in (head_dim, value_dim))
+    batch, heads = case.get("examples", batch), case.get("key_heads", 1)
+    query = like((batch, length, heads * case["repeats"], head_dim), case["dtype"])
+    key, value = (like((batch, length, heads, dim), case["dtype"]) for dim in (head_dim, value_dim))
     ids = like((batch, length), "int32") if case["segments"] else None
     operands = Operands(query, key, value, query_segments=ids, key_segments=ids)
     fingerprint, backward = _DEVICES[case["chip"]], case["direction"] == "backward"
@@ -120,73 +121,18 @@ def params_of(case: dict[str, Any]) -> Any:
     return BackwardParams(**sizes)
 
 
-def _launches(case: dict[str, Any]) -> list[tuple[Any, Any, Any, tuple[Any, dict[str, Any]]]]:
-    """Trace a call; return each kernel that it launches: the function, its arrays, its ids, and its other arguments."""
-    import jax
-
-    from ejkernel.kernels.flash_attention.pallas_tpu import backward, forward, launch
-
-    found: list[Any] = []
-
-    def recording(function: Any) -> Any:
-        def run(arrays: Any, ids: Any, *args: Any, **options: Any) -> Any:
-            found.append((function, *_shapes((arrays, ids)), (args, options)))
-            return function(arrays, ids, *args, **options)
-
-        return run
-
-    call, operands = described(case)
-    rules, params = call.rules, params_of(case)  # a window that hides no key is none
-    places = ((forward, "forward"), (backward, "backward_of_keys"), (backward, "backward_of_queries"))
-    own = [(module, name, getattr(module, name)) for module, name in places]
-    for module, name, function in own:
-        setattr(module, name, recording(function))
-    try:
-        if case["direction"] == "forward":
-            jax.eval_shape(lambda operands: launch.forward(operands, rules, params), operands)
-        else:
-            batch, length, heads, _ = operands.query.shape
-            out = jax.ShapeDtypeStruct((batch, length, heads, case["dims"][1]), case["dtype"])
-            lse = jax.ShapeDtypeStruct((batch, heads, length), "float32")
-            jax.eval_shape(
-                lambda operands, residuals, dout: launch.backward(operands, residuals, dout, rules, params),
-                *(operands, (out, lse), out),
-            )
-    finally:
-        for module, name, function in own:
-            setattr(module, name, function)
-    return found
-
-
-def _shapes(tree: Any) -> Any:
-    import jax
-
-    return jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree)
-
-
 # --- in the process that compiles ---
 
 
-def used(case: dict[str, Any]) -> list[int]:
-    """Return the bytes of vector memory that the kernels of a case use, with the limit that we pass to the compiler."""
-    import jax
-    from jax.experimental import topologies
+def compiled(case: dict[str, Any]) -> dict[str, list[int]]:
+    """Return the bytes of vector memory of each kernel, and of windows that it does not have: see `tpu_windows`."""
+    from benchmarks import tpu_windows
+    from ejkernel.kernels.flash_attention.pallas_tpu.implementation import PallasTpu
 
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=attention_tpu.TOPOLOGIES[case["chip"]])
-    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
-    found = []
-    for function, arrays, ids, (args, options) in _launches(case):
-        given = [
-            None if pair is None else tuple(jax.ShapeDtypeStruct(*one, sharding=sharding) for one in pair)
-            for pair in (arrays, ids)
-        ]
-        run = jax.jit(functools.partial(_run, function, args, options))
-        found += compat.vector_memory(str(run.lower(*given).compile().as_text()))
-    return found
-
-
-def _run(function: Any, args: Any, options: dict[str, Any], arrays: Any, ids: Any) -> Any:
-    return function(arrays, ids, *args, **options)
+    call, operands = described(case)
+    operands = tpu_windows.placed(operands, attention_tpu.TOPOLOGIES[case["chip"]])
+    found = tpu_windows.of_attention(PallasTpu(), call, operands, params_of(case))
+    return {"used": [one.used for one in found], "kept": [one.kept for one in found]}
 
 
 # --- in the caller ---
@@ -273,7 +219,7 @@ DRAWS = Draws(
     about=__doc__,
     what="our estimate of vector memory over the figure of Google's compiler; nothing ran on a TPU",
     drawn=_called,
-    compiled=lambda case: {"used": used(case)},
+    compiled=compiled,
     title="Vector memory of `pallas_tpu`, compiled",
     table=table,
     seconds=240.0,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.memory_tpu_compiled RESULTS...`: the compiler's figures as estimates of common calls.
 
-The results are files of `benchmarks.memory_tpu` and `benchmarks.memory_splash_tpu`. Kernels of one form take the same
-vector memory, beyond what follows from their shapes. The table of the package has this rest for each form, the highest
-if several kernels of a form were compiled. Prints how far the kernels of a form differ.
+The results are files of `benchmarks.memory_tpu`, `memory_splash_tpu` and `memory_tpu_calls`. Kernels of one form take
+the same vector memory, beyond what follows from their shapes. The table of the package has this rest for each form, the
+highest if several kernels of a form were compiled. Prints how far the kernels of a form differ.
 """
 
 from __future__ import annotations

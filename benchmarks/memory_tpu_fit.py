@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import attention_tpu, memory_splash_tpu, memory_tpu
+from benchmarks import attention_tpu, memory_splash_tpu, memory_tpu, memory_tpu_calls
 
 _MARGINS = (0.04, 0.6)
 _FEW = 40  # kernels of a kind; for fewer, the margin covers all that are left out
@@ -38,7 +38,7 @@ WEIGHTS: dict[str, dict[str, float]] = '''
 
 
 class Kernel(NamedTuple):
-    """A compiled kernel: the causes of its memory, and the bytes that the compiler reports."""
+    """A compiled kernel: the causes of its memory, and the bytes that the compiler reports for it with all windows."""
 
     parts: Any
     used: int
@@ -47,8 +47,14 @@ class Kernel(NamedTuple):
 def kernels(results: Sequence[dict[str, Any]]) -> Iterator[Kernel]:
     """Yield the compiled kernels of results."""
     for one in results:
-        if "used" in one:
-            yield from _of_splash(one) if isinstance(one["used"], dict) else _of_pallas_tpu(one)
+        if "used" not in one:
+            continue
+        if isinstance(one["used"], dict):
+            yield from _of_splash(one)
+            continue
+        parts = memory_tpu_calls.parts_of({"implementation": "pallas_tpu"} | one)
+        kept = one.get("kept", [0] * len(parts))  # older results are of kernels that have all windows but small ones
+        yield from map(Kernel, parts, map(sum, zip(one["used"], kept, strict=True)))
 
 
 def _of_splash(one: dict[str, Any]) -> Iterator[Kernel]:
@@ -57,13 +63,7 @@ def _of_splash(one: dict[str, Any]) -> Iterator[Kernel]:
     call = memory_splash_tpu.call_of(one)
     params = Splash().params_type(backward=call.backward)(**one["params"])
     for name, parts in memory_splash_tpu.parts_by_kernel(call, params).items():
-        yield Kernel(parts, one["used"][name])
-
-
-def _of_pallas_tpu(one: dict[str, Any]) -> Iterator[Kernel]:
-    from ejkernel.kernels.flash_attention.pallas_tpu import choices
-
-    yield from map(Kernel, choices.parts_of(memory_tpu.described(one)[0], memory_tpu.params_of(one)), one["used"])
+        yield Kernel(parts, one["used"][name] + one.get("kept", {}).get(name, 0))
 
 
 def fitted(found: Sequence[Kernel]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -132,8 +133,9 @@ COMPILE = ("tune", "prog:step", "--compile-only", "--target", "here", "--output"
 
 
 def test_a_second_process_measures_a_bundle_without_compiling(folder):
-    status, out, err = run(folder, *COMPILE, "--compile-processes", "1")
+    status, out, err = run(folder, *COMPILE, "--compile-processes", "1", "-v")
     assert status == 0, err
+    assert re.search(r"noisy@v0 +repeats=0 +ready +\d+\.\d s", out)
     assert "2 ready, 1 failed" in out
     assert "tracing Config(repeats=0)\n" in err
     assert "noisy@v0: 1 x ValueError: it fails" in out
@@ -258,7 +260,6 @@ def test_ctrl_c_while_the_program_is_still_looked_at_ends_the_command_at_once(fo
             "--compile-only needs either MODULE:FUNCTION or --shapes",
         ),
         ((*COMPILE[:4], "abacus", *COMPILE[5:]), 1, "target must be one of here, "),
-        ((*COMPILE, "--dry-run"), 2, "--dry-run cannot be used with --compile-only"),
         ((*COMPILE, "--compile-processes", "-1"), 2, "-1 is not in the range x>=0"),
         ((*COMPILE, "--devices", "2"), 2, "--devices cannot be used with --compile-only"),
         (("tune", "prog:step", "--in-process", "--devices", "2"), 2, "--devices cannot be used with --in-process"),

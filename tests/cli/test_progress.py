@@ -148,8 +148,9 @@ def test_a_pipe_gets_the_time_left_to_compile_once_a_quarter_of_a_call_shows_it(
             shown.step(CALLS[inv], done, 2 + 10 * inv)
     assert text.getvalue().splitlines() == [
         "compiling rms_norm (1 of 2), 2 candidates",
+        "compiling rms_norm (1 of 2), 1 of 2 candidates, about 15 s left for all calls",
         "compiling rms_norm (2 of 2), 12 candidates, about 60 s left for all calls",
-        "compiling rms_norm (2 of 2), 3 of 12 candidates, about 90 s left for all calls",
+        "compiling rms_norm (2 of 2), 3 of 12 candidates, about 72 s left for all calls",
     ]
 
 

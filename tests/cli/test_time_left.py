@@ -142,24 +142,41 @@ def test_a_search_that_measured_goes_on_to_its_checks_as_long_as_those_before():
 
 
 def test_without_measurements_a_compiled_call_is_over():
-    clock, left = searches(measures=False)
+    clock, left = searches(2, measures=False)
     left.step(KEYS[0], 0.0)
     clock.now = 10.0
     left.step(KEYS[0], 1.0)
-    assert left.total() == ", about 30 s left"
+    assert left.total() == ", about 10 s left"
 
 
 def test_without_measurements_a_call_takes_as_long_as_its_candidates():
-    """At first as long as those of earlier calls, then by its own progress."""
-    clock, left = searches(3, measures=False)
+    """At first as long as those of earlier calls, then of all that have finished."""
+    clock, left = searches(2, ["op@v0"], measures=False)
     left.step(KEYS[0], 0.0, 10)
     clock.now = 20.0
     left.step(KEYS[0], 1.0, 10)
     left.step(KEYS[1], 0.0, 50)
-    assert left.total() == ", about 120 s left"  # 100 s for 50 candidates, and 20 s for a call of unknown size
+    assert left.total() == ", about 160 s left"  # 100 s for 50 candidates, and 60 s for 30, the mean of the calls
     clock.now = 80.0
-    left.step(KEYS[1], 0.25, 50)
-    assert left.total() == ", about 200 s left"
+    left.step(KEYS[1], 0.4, 50)
+    assert left.total() == ", about 160 s left"  # 80 s for 30 candidates
+
+
+def test_without_measurements_the_time_is_known_once_each_direction_has_shown_it():
+    """A backward call may take a hundred times as long as its forward call."""
+    clock, left = searches(3, measures=False)
+    for key in KEYS[:2]:
+        left.step(key, 0.0, 5)
+        clock.now += 2.0
+        left.step(key, 1.0, 5)
+        assert left.total() == ""
+    left.step(KEYS[2], 0.0, 20)
+    clock.now += 90.0
+    left.step(KEYS[2], 0.2, 20)
+    assert left.total() == ""
+    clock.now += 60.0
+    left.step(KEYS[2], 0.3, 20)
+    assert left.total() == ", about 350 s left"
 
 
 def test_candidates_dropped_early_shorten_the_rest():

@@ -146,7 +146,11 @@ read_cache = click.option(
 @click.option("--estimate", is_flag=True, help="Estimate the candidates for --target, a TPU, and measure nothing.")
 @aim
 @click.option("--output", type=FOLDER, metavar="BUNDLE", help="The output folder of --compile-only.")
-@click.option("--dry-run", is_flag=True, help="Only list the calls and whether they are tuned.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Only list the calls and whether they are tuned, or the candidates of --compile-only or --estimate.",
+)
 @as_json
 @click.option("--verbose", "-v", is_flag=True, help="Print the status of every candidate.")
 def tune(**options: Any) -> int:
@@ -183,8 +187,8 @@ def tune(**options: Any) -> int:
     estimates are stored beside the configurations. A later search on such a TPU measures the fastest first, and none
     with an estimate of 1.3 times the best or more. Estimates are never saved as measured.
 
-    The exit status is 1 if no configuration was saved, e.g. because --budget ended every search early; the next run
-    continues these searches.
+    The exit status is 1 if a search failed, if a result could not be written, or if a call has no entry and nothing
+    was found to save, e.g. because --budget ended every search early; the next run continues such searches.
     """
     named = [options[name] for name in ("target", "missed", "bundle", "shapes") if options[name]]
     if len(named) != 1 and named != [options["bundle"], options["shapes"]]:
@@ -198,7 +202,10 @@ def tune(**options: Any) -> int:
             raise click.UsageError("--estimate cannot be used with --compile-only; run one after the other.")
         return _compile(options, device, output)
     if output is not None or device != "here":
-        raise click.UsageError("--target and --output require --compile-only; --target may also have --estimate.")
+        raise click.UsageError(
+            "--target and --output require --compile-only, and --target may also have --estimate: only a machine with "
+            "the device measures. `ejkernel explain MODULE:FUNCTION --target DEVICE` lists the calls."
+        )
     options["devices"] = options["devices"] or 1
     if options["devices"] > 1 and options["in_process"]:
         raise click.UsageError("--devices cannot be used with --in-process: each device needs its own process.")
@@ -226,7 +233,7 @@ def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
         raise click.UsageError("--compile-only needs either MODULE:FUNCTION or --shapes.")
     if output is None:
         raise click.UsageError("--compile-only needs --output, a folder for the bundle.")
-    _check_unused(options, "--compile-only", "cache", "as_json", "verbose")
+    _check_unused(options, "--compile-only", "cache", *(() if options["dry_run"] else ("as_json",)))
     if device != "here" and not options["in_process"]:
         _leave_devices_alone()
     from ejkernel.cli.elsewhere import run_compile
@@ -249,7 +256,7 @@ def _estimate(options: dict[str, Any], device: str, output: Path | None) -> int:
 
 def _check_unused(options: dict[str, Any], by: str, *more: str) -> None:
     """Check that no option was given that a command without measurements ignores."""
-    others = ("budget", "time", "force", "undecided", "dry_run", "devices", "mesh_devices", "ray", "check_step")
+    others = ("budget", "time", "force", "undecided", "devices", "mesh_devices", "ray", "check_step")
     for name in (*more, *others):
         if options[name]:
             option = name.removeprefix("as_").replace("_", "-")

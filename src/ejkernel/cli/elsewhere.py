@@ -16,7 +16,7 @@ from ejkernel.cli.files import Found
 from ejkernel.cli.progress import bars
 from ejkernel.cli.sources import Source, find_on
 from ejkernel.cli.tune import TuneOptions, messages
-from ejkernel.ops.autotuner.compile.prepared import PreparedCalls, estimates_as_text
+from ejkernel.ops.autotuner.compile.prepared import PreparedCalls, bundle_as_text, estimates_as_text
 from ejkernel.ops.autotuner.compile.simulation import check_simulated
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.tasks.task import SharedCall
@@ -25,22 +25,30 @@ from ejkernel.ops.config.estimates import PRUNED_FROM
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.errors import ConfigError, TuningError
 from ejkernel.ops.execution.targeted import Preparation
-from ejkernel.ops.utils.formatting import counted
+from ejkernel.ops.utils.error_text import printable
+from ejkernel.ops.utils.formatting import arguments, compact, counted
 from ejkernel.ops.utils.storage.serialize import to_data
 
 
 def run_compile(options: TuneOptions, device: str, output: Path) -> None:
-    """Compile the candidates of a program's calls, or of a file of shapes, for `device` into the bundle `output`."""
+    """Compile the candidates of a program's calls, or of a file of shapes, for `device` into the bundle `output`.
+
+    With `--dry-run`, list them.
+    """
     console = messages()
     aim = Target.named(device)
     source = Source.of(options.target, options.imports, shapes=options.shapes, platform=aim.platform)
     found = _found(source, aim, console)
+    preparation = Preparation(aim=aim, folder=output)
+    if options.dry_run:
+        _list(options, found, preparation)
+        return
     started = time.monotonic()
     # By default one per core, so that a crash costs only its candidate.
     processes: dict[str, Any] = {} if options.compile_processes is None else {"processes": options.compile_processes}
     with bars(console, [inv.op_id for inv in found.calls], "compiling", measures=False) as shown:
-        made = Preparation(aim=aim, folder=output).run(_sets(found), None, progress=shown.step, **processes)
-    click.echo(made)
+        made = preparation.run(_sets(found), None, progress=shown.step, **processes)
+    click.echo(bundle_as_text(made.bundled, verbose=options.verbose))
     # Measuring a bundle imports nothing by itself, so the printed command names the modules.
     modules = source.imports or ((source.program.module,) if source.program is not None else ())
     again = [] if options.shapes is None else [f"--shapes {options.shapes}"]
@@ -52,20 +60,30 @@ def run_compile(options: TuneOptions, device: str, output: Path) -> None:
 
 
 def run_estimate(options: TuneOptions, device: str) -> int:
-    """Estimate the candidates of a program's calls and store the estimates; return 1 if there is no estimate."""
+    """Estimate the candidates of a program's calls and store the estimates; return 1 if there is no estimate.
+
+    With `--dry-run`, list the candidates and return 0.
+    """
     console, aim = messages(), Target.named(device)
     check_simulated(aim)
+    preparation, source = (
+        Preparation(aim=aim, folder=None),
+        Source.of(options.target, options.imports, shapes=options.shapes),
+    )
+    if options.dry_run:
+        _list(options, _found(source, aim, console), preparation)
+        return 0
     store = PersistentCache(options.cache)
     reason = store.why_not_writable()
     if reason is not None or store.path is None:
         raise ConfigError(
             f"{store.path} cannot be written: {reason}; choose a folder with --cache or EJKERNEL_CACHE_DIR."
         )
-    found = _found(Source.of(options.target, options.imports, shapes=options.shapes), aim, console)
+    found = _found(source, aim, console)
     started = time.monotonic()
     processes: dict[str, Any] = {"processes": options.compile_processes} if options.compile_processes else {}
     with bars(console, [inv.op_id for inv in found.calls], "estimating", measures=False) as shown:
-        made = Preparation(aim=aim, folder=None).run(_sets(found), store, progress=shown.step, **processes)
+        made = preparation.run(_sets(found), store, progress=shown.step, **processes)
     if options.as_json:
         report.echo_json(to_data(made.estimates))
     else:
@@ -77,6 +95,21 @@ def run_estimate(options: TuneOptions, device: str) -> int:
         f"measures the fastest first, and none of {PRUNED_FROM} times the best estimate or more",
     )
     return 0 if "estimated" in made.statuses else 1
+
+
+def _list(options: TuneOptions, found: Found, preparation: Preparation) -> None:
+    """Print the calls and how many candidates would be prepared; with `--verbose` also these."""
+    planned = preparation.planned(_sets(found))
+    if options.as_json:
+        report.echo_json([{**inv.description, "candidates": list(map(to_data, configs))} for inv, configs in planned])
+        return
+    for inv, configs in planned:
+        click.echo(printable(f"{inv.op_id}  {arguments(inv.description)}: {counted(len(configs), 'candidate')}"))
+        for config in configs if options.verbose else ():
+            click.echo(f"  {printable(compact(config))}")
+    doing = "estimated" if preparation.folder is None else "compiled"
+    count = counted(sum(len(configs) for _, configs in planned), "candidate")
+    messages().print(f"{count} of {counted(len(planned), 'call')} would be {doing} for {preparation.aim.fingerprint}")
 
 
 def _sets(found: Found) -> Sequence[Sequence[SharedCall]]:

@@ -58,7 +58,8 @@ class TimeLeft:
     """The time left of several searches.
 
     The searches of one operation, forward and backward, take similar times. The time of all is therefore known once
-    each operation among them had a search that ended.
+    each operation among them had a search that ended. If nothing is measured, the calls of one operation and direction
+    take similar times for each candidate, and their time is known once one of them has finished a part of its own.
 
     Args:
         operations: The operation of each call, as in `Invocation.op_id`.
@@ -75,7 +76,9 @@ class TimeLeft:
         budget: float | None = None,
         measures: bool = True,
     ) -> None:
-        self._operations = collections.Counter(map(_family, operations))
+        # Compiling or simulating a backward call may take a hundred times as long as its forward call.
+        self._family: Callable[[str], str] = _operation if measures else _direction
+        self._operations = collections.Counter(map(self._family, operations))
         self._clock, self._budget, self._measures = clock, budget, measures
         self._searches: dict[ConfigKey, _Search] = {}
         self._together = 1  # searches that ran at the same time
@@ -83,7 +86,7 @@ class TimeLeft:
     def step(self, key: ConfigKey, share: float, candidates: int = 1) -> None:
         """Note that a search has compiled this share of its candidates."""
         now = self._clock()
-        search = self._searches.setdefault(key, _Search(_family(key.op), now, candidates))
+        search = self._searches.setdefault(key, _Search(self._family(key.op), now, candidates))
         search.done = share
         if share >= 1 and search.compiled is None:
             search.compiled = now
@@ -94,7 +97,7 @@ class TimeLeft:
     def sample(self, event: RoundsFinished) -> None:
         """Note finished rounds of a search."""
         now = self._clock()
-        search = self._searches.setdefault(event.key, _Search(_family(event.key.op), now))
+        search = self._searches.setdefault(event.key, _Search(self._family(event.key.op), now))
         before = search.rounds
         is_same = before is not None and before.event.is_confirmation == event.is_confirmation
         if before is None or not is_same or event.done < before.event.done:
@@ -148,15 +151,16 @@ class TimeLeft:
             most = self._budget * (count - sum(search.done for search in running))
             words = f"{rounded(self._budget)} s per call, plus compiling and warming up"
             return f", about {most:.0f} s left{of} ({words})" if most > 0 else ""
-        return self._to_compile(running, of)
+        return self._to_compile(running, of) if self._measures else ""
 
     def of_all(self) -> float | None:
-        """Return the seconds left of all searches; `None` if no search of some operation has ended."""
-        if all(search.ended is None for search in self._searches.values()):
+        """Return the seconds left of all searches; `None` if no search of some operation tells."""
+        if self._measures and all(search.ended is None for search in self._searches.values()):
             return None
         unknown = self._operations - collections.Counter(search.operation for search in self._searches.values())
+        usual = self._usual if self._measures else self._usual_to_compile
         parts = [self._left(search) for search in self._running()]
-        parts += [self._usual(operation) for operation in unknown.elements()]
+        parts += [usual(operation) for operation in unknown.elements()]
         known = [part for part in parts if part is not None]
         return sum(known) / self._together if len(known) == len(parts) else None
 
@@ -174,13 +178,13 @@ class TimeLeft:
         if len(known) < len(running) or not known or len(self._searches) > len(running):
             return ""
         left = max((self._clock() - one.began) * (1 - one.done) / one.done for one in known)
-        is_known = self._measures or sum(self._operations.values()) == 1
-        return f", about {left:.0f} s left{of} to compile" if is_known else ""
+        return f", about {left:.0f} s left{of} to compile"
 
     def _left(self, search: _Search) -> float | None:
         """Return the seconds left of a running search; `None` if neither its progress nor earlier searches tell."""
         if not self._measures:
-            return self._left_to_compile(search)
+            each = self._of_candidate(search.operation)
+            return None if each is None else each * search.candidates * (1 - search.done)
         usual, own = self._usual(search.operation), None if search.rounds is None else search.rounds.left()
         is_confirming = search.rounds is not None and search.rounds.event.is_confirmation
         rest = None if usual is None else max(usual - (self._clock() - search.began), 0.0)
@@ -188,21 +192,27 @@ class TimeLeft:
             return rest if own is None else own
         return max(own, rest)  # checks on new inputs precede the confirmation run
 
-    def _left_to_compile(self, search: _Search) -> float | None:
-        """Return the seconds left to compile, by its own progress or by the candidates of earlier searches."""
-        took = self._clock() - search.began
-        if search.done >= ENOUGH:
-            return took * (1 - search.done) / search.done
-        known = [one for one in self._searches.values() if one.operation == search.operation and one.ended is not None]
-        if not known:
-            return None
-        seconds = sum((one.ended or 0.0) - one.began for one in known)
-        return max(seconds * search.candidates / sum(one.candidates for one in known) - took, 0.0)
+    def _usual_to_compile(self, operation: str) -> float | None:
+        """Return the seconds of a call that has not begun, as large as the others of its operation on average."""
+        each = self._of_candidate(operation)
+        sizes = [search.candidates for search in self._searches.values() if search.operation == operation]
+        return None if each is None else each * statistics.fmean(sizes)
+
+    def _of_candidate(self, operation: str) -> float | None:
+        """Return the mean seconds of a finished candidate of an operation; `None` if too few have finished."""
+        known = [one for one in self._searches.values() if one.operation == operation and one.done >= ENOUGH]
+        finished = sum(one.done * one.candidates for one in known)
+        return sum((one.ended or self._clock()) - one.began for one in known) / finished if known else None
 
     def _running(self) -> list[_Search]:
         return [search for search in self._searches.values() if search.ended is None]
 
 
-def _family(op: str) -> str:
+def _operation(op: str) -> str:
     """Return the operation of a call, for forward and backward calls alike: `rms_norm` for `rms_norm.bwd@v0`."""
-    return op.partition("@")[0].partition(".")[0]
+    return _direction(op).partition(".")[0]
+
+
+def _direction(op: str) -> str:
+    """Return the operation and direction of a call: `rms_norm.bwd` for `rms_norm.bwd@v0`."""
+    return op.partition("@")[0]

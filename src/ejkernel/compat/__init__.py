@@ -61,6 +61,7 @@ from ejkernel.compat.processes import any_span as any_span
 from ejkernel.compat.processes import coordination_store as coordination_store
 from ejkernel.compat.processes import span_of as span_of
 from ejkernel.compat.programs import Answers as Answers
+from ejkernel.compat.programs import absent_device as absent_device
 from ejkernel.compat.programs import is_partitioned as is_partitioned
 from ejkernel.compat.programs import is_split_by_xla as is_split_by_xla
 from ejkernel.compat.programs import label_value as label_value
@@ -77,6 +78,7 @@ from ejkernel.compat.programs import lowers_for_amd as lowers_for_amd
 from ejkernel.compat.programs import not_lowering as not_lowering
 from ejkernel.compat.programs import pointing_at_the_call as pointing_at_the_call
 from ejkernel.compat.programs import program_span as program_span
+from ejkernel.compat.programs import register_for_export as register_for_export
 from ejkernel.compat.programs import register_lowering as register_lowering
 from ejkernel.compat.programs import set_xla_metadata as set_xla_metadata
 from ejkernel.compat.programs import target_kind as target_kind

@@ -62,12 +62,14 @@ class _Target(NamedTuple):
     Attributes:
         platforms: Its platforms; empty while it is traced.
         axis_context: JAX's axis context.
+        backend: JAX's backend.
         span: Its span.
         answers: Collects the answers that its trace got about it, if any.
     """
 
     platforms: tuple[str, ...] = ()
     axis_context: Any = None
+    backend: Any = None
     span: Span | None = None
     answers: Answers | None = None
 
@@ -90,7 +92,7 @@ def lowering(ctx: Any) -> contextlib.AbstractContextManager[None]:
     """Make the target of the program under way available to the functions below."""
     context = ctx.module_context.axis_context
     span = None if jax.process_count() == 1 else span_of_context(context, _spreads(context))
-    return _entered(_Target(lowering_platforms(ctx), context, span))
+    return _entered(_Target(lowering_platforms(ctx), context, ctx.module_context.backend, span))
 
 
 def not_lowering(answers: Answers | None = None) -> contextlib.AbstractContextManager[None]:
@@ -109,6 +111,24 @@ def program_span() -> Span | None:
 def register_lowering(primitive: Any, rule: Callable[..., Any]) -> None:
     """Register the lowering rule `rule(ctx, *values, **params)` of a primitive."""
     mlir.register_lowering(primitive, rule)
+
+
+def register_for_export(cls: type, name: str, written: Callable[[Any], str], read: Callable[[str], Any]) -> None:
+    """Let `jax.export` store programs whose arguments or results are pytrees of a class.
+
+    Args:
+        cls: The class.
+        name: Its name in stored programs.
+        written, read: Convert the static part of an object to text and back.
+    """
+    from jax import export
+
+    export.register_pytree_node_serialization(
+        cls,
+        serialized_name=name,
+        serialize_auxdata=lambda static: written(static).encode(),
+        deserialize_auxdata=lambda data: read(bytes(data).decode()),
+    )
 
 
 def lower_function(ctx: Any, function: Callable[..., Sequence[Any]], *values: Any) -> Any:
@@ -142,6 +162,25 @@ def lowered_platform() -> str | None:
     """Return the platform of the program under way; `None` outside lowering or for several platforms."""
     platforms = _target.get().platforms
     return _answered(lowered_platform, platforms[0] if len(platforms) == 1 else None)
+
+
+class DeviceKind(NamedTuple):
+    """A kind of device: its platform, and the name of its chip."""
+
+    platform: str
+    chip: str
+
+
+def absent_device() -> DeviceKind | None:
+    """Return the kind of device of the program under way, if this process has none of it; else `None`.
+
+    It is that of the arguments' shardings, e.g. over a topology, or of an abstract mesh. JAX does not tell it in every
+    lowering.
+    """
+    backend = _target.get().backend
+    devices = [] if backend is None or backend.local_devices() else backend.devices()
+    device = devices[0] if devices else getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return _answered(absent_device, device and DeviceKind(str(device.platform), str(device.device_kind)))
 
 
 def target_kind() -> str:

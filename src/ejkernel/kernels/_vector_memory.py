@@ -18,8 +18,6 @@ LANES = 128  # elements of a vector register's row
 USUAL_LIMIT = 16 << 20  # bytes that a kernel may take by default
 # The compiler's default limits for other chips.
 _LIMITS = {"tpu:tpu_v6_lite": 32 << 20, "tpu:tpu7x": 32 << 20}
-
-
 # Vector memory of chips, in bytes.
 _MEMORY = {
     "tpu:tpu_v5_lite": 128 << 20,
@@ -27,7 +25,12 @@ _MEMORY = {
     "tpu:tpu_v5": 64 << 20,
     "tpu:tpu7x": 64 << 20,
 }
-_LEAST_MEMORY = 16 << 20  # that of a v4
+_SCHEDULES = 1.02  # kernels of one form may take this much more if XLA keeps some of their arrays
+_LEAST = 16 << 20  # limit and memory of a v4
+_UNKNOWN = (
+    "every TPU. The chip is unknown; to name it, lower the program for arguments with the sharding of a device of a "
+    "topology (jax.experimental.topologies)."
+)
 
 
 class Need(NamedTuple):
@@ -36,17 +39,19 @@ class Need(NamedTuple):
     least: int
     most: int
 
-    def fault(self, limit: int) -> str | None:
+    def fault(self, limit: int, call: OperationCall) -> str | None:
         """Return why a kernel exceeds a limit; `None` if it may fit."""
         if self.least <= limit:
             return None
-        return f"it takes at least {self.least} bytes of vector memory, and a kernel may take {limit} on this chip."
+        place = "this chip" if call.device_fingerprint else "any TPU"
+        return f"it takes at least {self.least} bytes of vector memory, and a kernel may take {limit} on {place}."
 
-    def doubt(self, limit: int) -> str | None:
+    def doubt(self, limit: int, call: OperationCall) -> str | None:
         """Return why a kernel may exceed a limit; `None` if it surely fits."""
         if self.most <= limit:
             return None
-        return f"it may take {self.most} bytes of vector memory, and a kernel may take {limit} on this chip."
+        place = "this chip." if call.device_fingerprint else _UNKNOWN
+        return f"it may take {self.most} bytes of vector memory, and a kernel may take {limit} on {place}"
 
 
 class Parts(NamedTuple):
@@ -75,29 +80,38 @@ class Parts(NamedTuple):
                 registers. Kernels of one form differ a little.
         """
         if self.form in compiled:
-            most = int((self.known + compiled[self.form]) * 1.01)
+            most = int((self.known + compiled[self.form]) * _SCHEDULES)
         else:
             most = self.known + int(4 * sum(self.sizes[name] * weight for name, weight in weights[self.kind].items()))
         return Need(self.least, max(self.least, most))
 
 
-def limit_of(call: OperationCall) -> int:
-    """Return the bytes of vector memory that a kernel may take by the compiler's default."""
-    if call.platform is None:  # traced before the device is known: the compiler refuses what does not fit
-        return max(_LIMITS.values())
-    return _LIMITS.get(call.device_fingerprint, USUAL_LIMIT)
+def limit_of(call: OperationCall, *, surely: bool = False) -> int:
+    """Return the bytes of vector memory that a kernel may take by the compiler's default; see `memory_of`."""
+    return _of_chip(call, _LIMITS, surely)
 
 
-def memory_of(call: OperationCall) -> int:
-    """Return the bytes of a chip's vector memory; a kernel that passes its own limit may take all of it."""
-    if call.platform is None:  # traced before the device is known: the compiler refuses what does not fit
-        return max(_MEMORY.values())
-    return _MEMORY.get(call.device_fingerprint, _LEAST_MEMORY)
+def memory_of(call: OperationCall, *, surely: bool = False) -> int:
+    """Return the bytes of a chip's vector memory; a kernel that passes its own limit may take all of it.
+
+    Args:
+        call: The call. If its chip is unknown, as in a program exported on another machine, the result is the memory of
+            the largest: the compiler refuses what does not fit.
+        surely: Whether an unknown chip is the smallest instead, for what untuned calls run.
+    """
+    return _of_chip(call, _MEMORY, surely)
+
+
+def _of_chip(call: OperationCall, sizes: Mapping[str, int], surely: bool) -> int:
+    if not call.device_fingerprint:
+        # A call without a platform is traced, and its parameters are chosen again when it is lowered.
+        return _LEAST if surely and call.platform is not None else max(sizes.values())
+    return sizes.get(call.device_fingerprint, _LEAST)
 
 
 def untuned_of(call: OperationCall) -> int:
     """Return the most bytes by the upper estimate for an untuned call; kernels that take 18 % more still fit."""
-    return memory_of(call) * 27 // 32
+    return memory_of(call, surely=True) * 27 // 32
 
 
 def limit_to_pass(need: Need) -> int:

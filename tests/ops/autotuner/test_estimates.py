@@ -15,6 +15,7 @@ from tests.ops.sealing import change_object
 from ejkernel import compat
 from ejkernel.modules import flash_attention
 from ejkernel.ops.autotuner.compile.estimating import estimate_calls
+from ejkernel.ops.autotuner.compile.prepared import estimates_as_text
 from ejkernel.ops.autotuner.compile.schedules import cycles_of
 from ejkernel.ops.autotuner.compile.simulation import check_simulated, compiled_and_simulated, extrapolated, parts_of
 from ejkernel.ops.autotuner.compile.targets import Target
@@ -309,6 +310,26 @@ def test_an_unusable_file_is_skipped_with_a_warning(estimates, store, change):
     change_object(file, lambda data: data.update(change))
     with pytest.warns(CacheWarning, match="ignoring the estimates"):
         assert EstimateFiles(store.path).load(CALL.key) is None
+
+
+@pytest.mark.parametrize(
+    ("heuristic", "last"),
+    [
+        (20, "untuned calls run 10: 5.7 us, the heuristic 11.4 us"),
+        (10, "untuned calls run the heuristic: the heuristic is the fastest, 5.7 us"),
+        (
+            8,
+            "untuned calls run the heuristic: the heuristic has no estimate to compare with, not estimated",
+        ),
+    ],
+)
+def test_a_table_says_what_an_untuned_call_runs(store, monkeypatch, heuristic, last):
+    monkeypatch.setattr(Estimated, "heuristic_cfg", lambda self, inv: heuristic)
+    (found,) = estimate_calls([CALL], V6E, simulate=simulate)
+    assert estimates_as_text(found).splitlines()[-1].startswith(last)
+    EstimateFiles(store.path).put(found)
+    answers = {each.tier: each.note for each in chain(store).consult(CALL, KERNEL)}
+    assert answers["estimated"].startswith(last.partition(": ")[2])
 
 
 # --- their place among the tiers ---

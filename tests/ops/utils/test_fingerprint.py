@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from ejkernel import compat
 from ejkernel.ops.utils import fingerprint
 from ejkernel.ops.utils.fingerprint import (
     default_device,
@@ -116,6 +117,24 @@ def test_a_present_platform_has_its_devices_name():
 
 def test_an_absent_platform_is_unknown():
     assert platform_fingerprint("tpu") == "tpu:unknown"
+
+
+def lowered_for(*devices, local=()):
+    """Return the context of a lowering rule in a program for these devices."""
+    backend = types.SimpleNamespace(devices=lambda: devices, local_devices=lambda: local)
+    module = types.SimpleNamespace(platforms=("tpu",), axis_context=None, backend=backend)
+    return types.SimpleNamespace(module_context=module)
+
+
+def test_a_program_lowered_for_a_device_of_another_machine_has_that_devices_name():
+    v6e = fake_device("tpu", "TPU v6 lite")
+    with compat.lowering(lowered_for(v6e)):
+        assert platform_fingerprint("tpu") == "tpu:tpu_v6_lite"
+        assert platform_fingerprint("cpu") == device_fingerprint()
+    with compat.lowering(lowered_for(v6e, local=[v6e])):  # this process names its devices itself
+        assert platform_fingerprint("tpu") == "tpu:unknown"
+    with compat.abstract_device("tpu", "TPU v5 lite", 1):
+        assert platform_fingerprint("tpu") == "tpu:tpu_v5_lite"
 
 
 def test_a_platform_beside_the_default_one_has_its_first_devices_name(monkeypatch):

@@ -47,17 +47,22 @@ def parts_of(call: AttentionCall, name: str, blocks: Blocks) -> Parts:
     block = clipped_blocks(call.query[1], call.key[1], blocks)
     size, head, value = jnp.dtype(call.dtype).itemsize, up(call.query[3]), up(call.value[3])
     least = 2 * size * (block.queries + block.keys) * (head + value)
-    least += _ids_memory(call, block, block.keys if name in ("keys", "fused") else block.queries, name)
+    least += _ids_memory(call, name, blocks)
     if name == "forward":
-        least += 4 * block.queries * (4 * LANES + value)
+        sums = 4 * block.queries * (2 * LANES + value)
+        least += 4 * block.queries * 2 * LANES + sums
     elif name == "query":
+        sums = 4 * block.queries * head
         # the compiler may keep the sums of a single block in registers
-        least += (2 * size + (0 if block.keys >= call.key[1] else 4)) * block.queries * head
+        least += 2 * size * block.queries * head + (0 if block.keys >= call.key[1] else sums)
     else:
-        least += (2 * size + 4) * block.keys * (head + value)
+        sums = 4 * block.keys * (head + value)
+        least += 2 * size * block.keys * (head + value) + sums
         least += 2 * size * block.queries * head if name == "fused" else 0
+    # The sums are results of the kernel, of its own for each example. Those of a single one have one buffer, not two.
+    known = least + _INTERNAL - (sums if call.query[0] * call.examples == 1 else 0)
     kind = name if call.dtype == "bfloat16" else f"{name}, float32"
-    return Parts(least, least + _INTERNAL, kind, _sizes(call, block), _form(call, name, block))
+    return Parts(least, known, kind, _sizes(call, block), _form(call, name, block))
 
 
 def _form(call: AttentionCall, name: str, block: compat.SplashBlocks) -> str:
@@ -119,8 +124,10 @@ def _has_mask(call: AttentionCall) -> bool:
     return call.rules.left is not None or call.rules.right is not None
 
 
-def _ids_memory(call: AttentionCall, block: compat.SplashBlocks, rows: int, name: str) -> int:
+def _ids_memory(call: AttentionCall, name: str, blocks: Blocks) -> int:
     """Return the bytes of the windows of ids, and of positions if a mask is computed from them; a row has 128 lanes."""
+    block = clipped_blocks(call.query[1], call.key[1], blocks)
+    rows = block.keys if name in ("keys", "fused") else block.queries
     has_ids = _has_ids(call, block)
     is_masked = name in ("forward", "query") and _has_mask(call)
     return (2 * 4 * LANES * (has_ids + is_masked) + 64 * has_ids) * rows

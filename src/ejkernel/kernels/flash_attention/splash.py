@@ -115,7 +115,8 @@ class Splash(AttentionImplementation):
     def _memory_reason(self, call: AttentionCall) -> str | None:
         if self.doubt(call, self.params_type(backward=call.backward)()) is None or self._fitting(call):
             return None
-        return f"blocks of {LANES} rows of query {call.query} and value {call.value} exceed vector memory; use 'xla'."
+        doubt = self.doubt(call, self.every(call)[0])
+        return f"query is {call.query} and value {call.value}; use 'xla'. With the smallest blocks of splash {doubt}"
 
     def heuristic(self, call: AttentionCall) -> SplashParams | SplashBwdParams:
         """Return the default blocks, or the largest that fit in memory."""
@@ -130,11 +131,11 @@ class Splash(AttentionImplementation):
 
     def params_fault(self, call: AttentionCall, params: SplashParams | SplashBwdParams) -> str | None:
         """Return why these blocks exceed the memory of a TPU; `None` if they may fit."""
-        return vector_memory(call, blocks_of(params)).fault(memory_of(call))
+        return vector_memory(call, blocks_of(params)).fault(memory_of(call), call)
 
     def doubt(self, call: AttentionCall, params: SplashParams | SplashBwdParams) -> str | None:
         """See `Implementation`."""
-        return vector_memory(call, blocks_of(params)).doubt(untuned_of(call))
+        return vector_memory(call, blocks_of(params)).doubt(untuned_of(call), call)
 
     def preference(self, call: AttentionCall) -> int:
         """Rank behind `xla`: no TPU has measured these kernels for us."""

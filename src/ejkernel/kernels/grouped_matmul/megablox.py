@@ -88,11 +88,11 @@ class _Megablox(Implementation[GroupedMatmulCall]):
         tiles = -(-call.rows // params.block_m)
         if tiles > _MOST_TILES:
             return f"it makes {tiles} tiles of rows, and megablox supports at most {_MOST_TILES}."
-        return self.memory(call, params).fault(memory_of(call))
+        return self.memory(call, params).fault(memory_of(call), call)
 
     def doubt(self, call: GroupedMatmulCall, params: MegabloxParams) -> str | None:
         """See `Implementation`."""
-        return self.params_fault(call, params) or self.memory(call, params).doubt(untuned_of(call))
+        return self.params_fault(call, params) or self.memory(call, params).doubt(untuned_of(call), call)
 
     def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> Need:
         """Return the bytes of a product's tiles: two of each operand and result, an accumulator, and intermediates.
@@ -116,7 +116,7 @@ class _Megablox(Implementation[GroupedMatmulCall]):
 
     def _fitting(self, call: GroupedMatmulCall) -> list[MegabloxParams]:
         """Return the tiles of the space that surely fit in the memory that the compiler gives a kernel by default."""
-        most = min(limit_of(call), untuned_of(call))
+        most = min(limit_of(call, surely=True), untuned_of(call))
         return [params for params in self.space(call) if self.memory(call, params).most <= most]
 
     def space(self, call: GroupedMatmulCall) -> list[MegabloxParams]:

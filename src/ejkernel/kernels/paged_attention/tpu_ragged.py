@@ -105,11 +105,11 @@ class TpuRagged(Implementation[PagedCall]):
 
     def params_fault(self, call: PagedCall, params: TpuRaggedParams) -> str | None:
         """Return why these blocks exceed the memory of a TPU; `None` if they may fit."""
-        return vector_memory(call, params).fault(limit_of(call))
+        return vector_memory(call, params).fault(limit_of(call), call)
 
     def doubt(self, call: PagedCall, params: TpuRaggedParams) -> str | None:
         """See `Implementation`."""
-        return vector_memory(call, params).doubt(limit_of(call))
+        return vector_memory(call, params).doubt(limit_of(call, surely=True), call)
 
     def preference(self, call: PagedCall) -> int:
         """Rank behind `xla`: no TPU has measured this kernel for us."""

@@ -144,18 +144,22 @@ def row_of(config: object, **known: Any) -> EstimatedRow:
 
 
 def chosen(found: Estimates) -> tuple[EstimatedRow | None, str]:
-    """Return the fastest configuration with a note on its estimate, or `None` with the reason.
+    """Return the configuration of an untuned call with a note on its estimate, or `None` with the reason.
 
-    The fastest is chosen only if it leads the heuristic by more than the simulator's error.
+    The fastest is chosen only if it leads the heuristic by more than the simulator's error. Otherwise the call runs the
+    heuristic's.
     """
     before = found.heuristic
     if before is None:
-        return None, f"the heuristic has no estimate to compare with; {found.source()}"
+        why = next((f", {row.reason}" for row in found.rows if row.is_heuristic), "")
+        return None, f"the heuristic has no estimate to compare with{why}"
     best = found.ranked[0]
     mine, theirs = durations((_us(best) / 1e6, _us(before) / 1e6))
+    if best.is_heuristic:
+        return None, f"the heuristic is the fastest, {mine}"
     if _least_us(before) < WITHIN_ERROR * _us(best):
-        return None, f"the heuristic's {theirs} is within the error of the best, {mine}; {found.source()}"
-    return best, f"{mine}, the heuristic {theirs}; {found.source()}"
+        return None, f"the heuristic's {theirs} is within the error of the best, {mine}"
+    return best, f"{mine}, the heuristic {theirs}"
 
 
 class EstimateFiles(CallFiles[Estimates]):

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ejkernel.ops.autotuner.compile.bundles import compile_bundle
+from ejkernel.ops.autotuner.compile.bundles import MOST_CANDIDATES, aimed_calls, compile_bundle
 from ejkernel.ops.autotuner.compile.estimating import estimate_calls
 from ejkernel.ops.autotuner.compile.prepared import PreparedCalls
 from ejkernel.ops.autotuner.compile.simulation import check_simulated
@@ -65,7 +65,7 @@ class Preparation:
             configs: Candidates beside the heuristic; those of the kernels by default.
             **options: Of `compile_bundle` or `estimate_calls`: `processes`, by default one per core, and `progress`.
         """
-        calls = [call.inv for each in sets for call in each]
+        calls = _in_one(sets)
         candidates = shared_candidates(sets, self.aim) if configs is None else _always(configs)
         options = {"candidates": candidates, "processes": default_width(), **options}
         if self.folder is not None:
@@ -74,6 +74,15 @@ class Preparation:
         store = EstimateFiles(cache.path) if cache is not None and cache.path is not None else None
         estimates = tuple(estimate_calls(calls, self.aim, store=store, **options))
         return PreparedCalls(device=self.aim.fingerprint, estimates=estimates)
+
+    def planned(self, sets: Sequence[Sequence[SharedCall]]) -> list[tuple[Invocation[Any, Any], list[Any]]]:
+        """Return the calls and candidates that `run` estimates or compiles."""
+        doing = "estimate" if self.folder is None else "compile"
+        return list(aimed_calls(_in_one(sets), self.aim, shared_candidates(sets, self.aim), MOST_CANDIDATES, doing))
+
+
+def _in_one(sets: Sequence[Sequence[SharedCall]]) -> list[Invocation[Any, Any]]:
+    return [call.inv for each in sets for call in each]
 
 
 def _always(configs: Collection[Any]) -> Callable[[Invocation[Any, Any]], Collection[Any]]:

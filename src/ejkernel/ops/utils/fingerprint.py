@@ -106,14 +106,17 @@ def traced_for() -> str:
 
 
 def platform_fingerprint(name: str) -> str:
-    """Return the fingerprint of this process's first device of platform `name`, or `<kind>:unknown` if it has none.
+    """Return the fingerprint of a device of platform `name`.
 
-    Inside `tracing_for` a device of the same platform, the result is that device. For `rocm` without an AMD GPU in this
-    process the result is `gpu:amd_unknown`.
+    It is the device of an enclosing `tracing_for`, or another machine's for which the program is being lowered, or this
+    process's first one. Without any it is `<kind>:unknown`, and `gpu:amd_unknown` for `rocm`.
     """
     kind = platform_kind(name)
     if _traced_for.get().partition(":")[0] == kind:
         return _traced_for.get()
+    absent = None if kind == "cpu" else compat.absent_device()
+    if absent is not None and platform_kind(absent.platform) == kind:
+        return fingerprint_of(kind, absent.chip)
     # The default device comes first, because the user may have chosen it.
     default = default_device()
     if platform_kind(default.platform) == kind:

@@ -58,14 +58,14 @@ def _segmented(call: AttentionCall, padded_keys: int) -> bool:
 
 def params_fault(call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
     """See `Implementation`: `None` if the kernels may fit in the chip's vector memory."""
-    return needed(call, params).fault(memory_of(call))
+    return needed(call, params).fault(memory_of(call), call)
 
 
 def doubt(call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
     """See `Implementation`: `None` if the kernels surely fit in the chip's vector memory."""
     need = needed(call, params)
     # heads with arrays that fill more than three quarters are streamed, in larger blocks
-    return need.fault(memory_of(call) * 3 // 4) or need.doubt(untuned_of(call))
+    return need.fault(memory_of(call, surely=True) * 3 // 4, call) or need.doubt(untuned_of(call), call)
 
 
 def heuristic(call: AttentionCall) -> Any:

@@ -36,9 +36,9 @@ class PallasTpu(AttentionImplementation):
         """Return why the kernels do not support the call, with an alternative; `None` if they do."""
         if (reason := unsupported_reason(call, self.name)) is not None:
             return reason
-        if choices.doubt(call, choices.heuristic(call)) is not None:
+        if (doubt := choices.doubt(call, choices.heuristic(call))) is not None:
             dims = f"{call.query[3]} for query and key and {call.value[3]} for value"
-            return f"head_dim is {dims}, and no block of pallas_tpu fits in the chip's vector memory; use 'xla'."
+            return f"head_dim is {dims}; use 'xla'. With the smallest blocks of pallas_tpu {doubt}"
         return scale_reason(call, self.name)
 
     def params_fault(self, call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:

@@ -47,6 +47,8 @@ _LARGEST = 16 << 20  # bytes of a manifest; a candidate takes hundreds
 _MOST_ARRAYS = 1 << 16  # that a program takes or returns
 _FILE = re.compile(r"[0-9a-f-]+\.bin")
 
+MOST_CANDIDATES: Final = 100  # of a `ConfigSpace`
+
 Candidates = Callable[[Invocation[Any, Any]], Collection[Any]]  # the candidates of a call
 Progress = Callable[[Invocation[Any, Any], int, int], None]  # see `compile_bundle`
 
@@ -138,7 +140,7 @@ def compile_bundle(
     folder: Path,
     *,
     candidates: Candidates | None = None,
-    max_candidates: int = 100,
+    max_candidates: int = MOST_CANDIDATES,
     processes: int = 0,
     progress: Progress | None = None,
 ) -> list[BundledCall]:

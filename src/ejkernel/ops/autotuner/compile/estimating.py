@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from ejkernel.ops.autotuner.compile.bundles import Candidates, Progress, aimed_calls, carried_out
+from ejkernel.ops.autotuner.compile.bundles import MOST_CANDIDATES, Candidates, Progress, aimed_calls, carried_out
 from ejkernel.ops.autotuner.compile.processes import CompileProcesses, compile_processes
 from ejkernel.ops.autotuner.compile.simulation import METHOD, check_simulated, seconds_of, simulate_for
 from ejkernel.ops.autotuner.compile.targets import Target
@@ -37,7 +37,7 @@ def estimate_calls(
     target: Target,
     *,
     candidates: Candidates | None = None,
-    max_candidates: int = 100,
+    max_candidates: int = MOST_CANDIDATES,
     processes: int = 1,
     timeout_s: float = _TIMEOUT,
     simulate: Simulate | None = None,

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from ejkernel.ops.autotuner.compile.bundles import BundledCall
-from ejkernel.ops.config.estimates import PRUNED_FROM, EstimatedRow, Estimates
+from ejkernel.ops.autotuner.compile.bundles import BundledCall, BundledCandidate
+from ejkernel.ops.config.estimates import PRUNED_FROM, EstimatedRow, Estimates, chosen
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, size, terminal_width, text_table
 
@@ -51,8 +51,13 @@ class PreparedCalls:
         return bundle_as_text(self.bundled)
 
 
-def bundle_as_text(calls: Sequence[BundledCall]) -> str:
-    """Return a table of candidate statuses of a bundle, the vector memory of kernels, and the reasons of failures."""
+def bundle_as_text(calls: Sequence[BundledCall], *, verbose: bool = False) -> str:
+    """Return a table of candidate statuses of a bundle, the vector memory of kernels, and the reasons of failures.
+
+    Args:
+        calls: The calls.
+        verbose: Add a table of all candidates.
+    """
     rows, lines = [], []
     for call in calls:
         operation = printable(call.description["op"])
@@ -64,7 +69,19 @@ def bundle_as_text(calls: Sequence[BundledCall]) -> str:
             span = " to ".join(dict.fromkeys((size(min(taken)), size(max(taken)))))
             lines.append(f"{operation}: {span} of vector memory")
         lines += [f"{operation}: {count} x {reason}" for reason, count in reasons.most_common()]
+    every = [_compiled_row(call, candidate) for call in calls for candidate in call.candidates] if verbose else []
+    if every:
+        heads = ("operation", "configuration", "status", "compiled in", "vector memory")
+        lines.append(text_table(heads, every, width=terminal_width()))
     return "\n".join([text_table(("operation", "candidates"), rows, width=terminal_width()), *lines])
+
+
+def _compiled_row(call: BundledCall, candidate: BundledCandidate) -> tuple[str, ...]:
+    outcome, program = candidate.outcome, candidate.program
+    seconds = "" if outcome.compile_seconds is None else f"{outcome.compile_seconds:.1f} s"
+    memory = size(program.vector_memory) if program is not None and program.vector_memory else ""
+    names = map(printable, (call.description["op"], compact(outcome.config)))
+    return (*names, str(outcome.status), seconds, memory)
 
 
 def estimates_as_text(found: Estimates, *, verbose: bool = False) -> str:
@@ -93,6 +110,8 @@ def estimates_as_text(found: Estimates, *, verbose: bool = False) -> str:
         f"{len(rows)} x {printable(' '.join(reason.split()))}, e.g. {_name(rows[0])}"
         for reason, rows in reasons.items()
     ]
+    best, note = chosen(found)
+    lines.append(f"untuned calls run {'the heuristic' if best is None else _name(best)}: {printable(note)}")
     return "\n".join(lines)
 
 

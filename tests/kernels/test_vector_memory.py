@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vector memory of kernels for TPUs whose chip is known, unknown, or not asked for yet."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ejkernel.kernels._vector_memory import Need, limit_of, memory_of, untuned_of
+from ejkernel.kernels.rms_norm.operation import RmsNormCall
+
+CALL = RmsNormCall(rows=1024, dim=4096, dtype="bfloat16", eps=1e-6, platform="tpu", device_fingerprint="tpu:tpu_v5")
+UNKNOWN = dataclasses.replace(CALL, device_fingerprint="")
+TRACED = dataclasses.replace(UNKNOWN, platform=None)
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("call", "most", "surely"),
+    [(CALL, 64, 64), (UNKNOWN, 128, 16), (TRACED, 128, 128)],
+    ids=["v5p", "unknown", "traced"],
+)
+def test_an_unknown_chip_is_the_largest_for_refusals_and_the_smallest_for_untuned_calls(call, most, surely):
+    assert memory_of(call) == most * MIB
+    assert memory_of(call, surely=True) == surely * MIB
+    assert untuned_of(call) == surely * MIB * 27 // 32
+    assert limit_of(call) == (16 if call is CALL else 32) * MIB
+
+
+def test_the_message_says_which_chip_and_how_to_name_it():
+    need = Need(40 * MIB, 80 * MIB)
+    assert need.fault(16 * MIB, CALL).endswith("a kernel may take 16777216 on this chip.")
+    assert need.fault(16 * MIB, UNKNOWN).endswith("a kernel may take 16777216 on any TPU.")
+    assert need.doubt(64 * MIB, CALL).endswith("a kernel may take 67108864 on this chip.")
+    assert "on every TPU. The chip is unknown; to name it, lower the program" in need.doubt(64 * MIB, UNKNOWN)
+    assert need.fault(40 * MIB, CALL) is need.doubt(80 * MIB, UNKNOWN) is None
