@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-# make check | test | test-all | doctest | lint | demo | bench | torture | release-check | clean - each sets up $(VENV) by itself.
+# make check | test | test-all | doctest | lint | demo | bench | torture | release-check | clean - each creates $(VENV) if it is missing.
 PYTHON ?= python3
 VENV ?= .venv
-# An exact JAX version such as 0.10.2, or nightly; empty: the newest that PYTHON can run.
+# An exact JAX version such as 0.10.2, or nightly; empty means the newest that PYTHON can run.
 JAX ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
-# Such as --short, or crashes --seconds 60.
+# For example --short, or crashes --seconds 60.
 TORTURE_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-jax$(JAX)
 
-# Bytecode that is kept saves each run of the tests, and each process that they start, from compiling it.
+# Keep bytecode: otherwise each run of the tests, and each process that they start, compiles it again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:

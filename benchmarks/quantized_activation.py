@@ -4,9 +4,11 @@
 `silu(x @ w) * (x @ gate)` in float8, with a scale for 128 columns of a row, from operands with scales of rows and
 columns ("rows") or of blocks ("blocks"). "wide" is the same kernel with a result in bfloat16. "apart" is what a layer
 does otherwise: a product with both matrices joined, whose bfloat16 result XLA activates and our kernel quantises.
-"bfloat16" is our gated kernel on bfloat16 operands, and the same kernel that quantises. `benchmarks.quantized` times
-the contenders. `errors` are norms relative to the float32 activation of the dequantised operands in some rows; rounding
-to 8 bits is most of them. "name / rows" is the time of a contender relative to that of the kernel.
+"bfloat16" is our gated kernel on bfloat16 operands, and the same kernel that quantises. Decoding has rows of bfloat16
+by 8-bit matrices ("bfloat16 by int8") and a result in bfloat16; "xla" is our plain JAX. Rates count the bytes of both
+matrices. `benchmarks.quantized` times the contenders. `errors`
+are norms relative to the float32 activation of the dequantised operands in some rows; rounding to 8 bits is most of
+them. "name / rows" is the time of a contender relative to that of the kernel.
 """
 
 from __future__ import annotations
@@ -20,32 +22,39 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.linear_cross_entropy_hopper import relative_error
-from benchmarks.quantized import Function, run_contenders, run_shapes
+from benchmarks.quantized import Function, add_rates, run_contenders, run_shapes
 from benchmarks.quantized_grouped_matmul import COLUMNS, ROWS, Shape, expected, sizes_of
 from ejkernel.modules import Quantized, grouped_matmul, quantize, quantized_matmul
 
 E4M3 = "float8_e4m3fn"
+FEW_ROWS = 64  # for each matrix: with so many, reading matrices takes the time
 
 SHAPES = {
     "8 groups": Shape(8192, 14336, 4096, 8),
     "dense": Shape(8192, 14336, 4096, 1),
     "128 groups": Shape(65536, 1536, 4096, 128),
+    "decode": Shape(64, 28672, 8192, 1),
+    "decode, short": Shape(64, 14336, 4096, 1),
+    "decode, 8 groups": Shape(128, 14336, 4096, 8),
+    "decode, 128 groups": Shape(512, 1536, 4096, 128),
     "tiny": Shape(200, 72, 300, 5),
 }
 
 
-def fused(x: Any, w: Any, gate: Any, joined: Any, sizes: jax.Array, *, quantize: str | None = E4M3) -> Any:
-    """Return the gated activation by one kernel."""
+def fused(
+    x: Any, w: Any, gate: Any, joined: Any, sizes: jax.Array, *, quantize: str | None = E4M3, by: str = "mosaic_gpu"
+) -> Any:
+    """Return the gated activation by one kernel, or by plain JAX."""
     del joined
-    how: dict[str, Any] = {"activation": "silu", "quantize": quantize, "implementation": "mosaic_gpu"}
+    how: dict[str, Any] = {"activation": "silu", "quantize": quantize, "implementation": by}
     if len(sizes) == 1:
         parts = [Quantized(array.values[0], array.scale[0], array.block[1:]) for array in (w, gate)]
         return quantized_matmul(x, parts[0], gate=parts[1], transpose_w=True, **how)
     return grouped_matmul(x, w, sizes, gate=gate, transpose_rhs=True, **how)
 
 
-def apart(x: Any, w: Any, gate: Any, joined: Any, sizes: jax.Array) -> Quantized:
-    """Return the same by a product with both matrices, and an activation that is quantised afterwards."""
+def apart(x: Any, w: Any, gate: Any, joined: Any, sizes: jax.Array, *, quantized: bool = True) -> Any:
+    """Return the same by a product with both matrices, and an activation that may be quantised afterwards."""
     del w, gate
     if len(sizes) == 1:
         whole = Quantized(joined.values[0], joined.scale[0], joined.block[1:])
@@ -53,7 +62,8 @@ def apart(x: Any, w: Any, gate: Any, joined: Any, sizes: jax.Array) -> Quantized
     else:
         out = grouped_matmul(x, joined, sizes, transpose_rhs=True, implementation="mosaic_gpu")
     first, second = jnp.split(out, 2, axis=1)
-    return quantize(jax.nn.silu(first) * second, block=128)
+    found = jax.nn.silu(first) * second
+    return quantize(found, block=128) if quantized else found
 
 
 def from_bfloat16(x: Any, w: Any, gate: Any, joined: Any, sizes: jax.Array) -> Quantized:
@@ -71,7 +81,18 @@ CONTENDERS: dict[str, Function] = {
     "rows, apart": apart,
     "blocks, apart": apart,
     "bfloat16": from_bfloat16,
+    **{
+        f"bfloat16 by {name}{more}": functools.partial(function, **options)
+        for name in ("int8", "float8")
+        for more, function, options in (
+            ("", fused, {"quantize": None}),
+            (", apart", apart, {"quantized": False}),
+            (", xla", fused, {"quantize": None, "by": "xla"}),
+        )
+    },
 }
+MANY_ROWS = tuple(CONTENDERS)[:7]
+DECODE = tuple(CONTENDERS)[7:]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -85,13 +106,16 @@ def operands(shape: Shape, kind: str, positive: bool | jax.Array) -> tuple[Any, 
         return x, *matrices, None
     joined = jnp.concatenate(matrices, axis=1)
     own: dict[str, Any] = {"block": 128, "axis": (1, 2)} if kind == "blocks" else {}
+    if kind.startswith("bfloat16 by"):
+        own = {"dtype": "int8" if kind.endswith("int8") else E4M3}
+        return x, *(quantize(array, **own) for array in (*matrices, joined))
     rows: dict[str, Any] = {"block": 128} if kind == "blocks" else {}
     return quantize(x, **rows), *(quantize(array, **own) for array in (*matrices, joined))
 
 
 def measured(shape: Shape, names: Sequence[str], seconds: float) -> dict[str, Any]:
     """Return the figures of each contender, or the reason for having none; print what is known so far."""
-    return run_contenders(
+    found = run_contenders(
         names,
         CONTENDERS.__getitem__,
         lambda name: name.split(",")[0],
@@ -100,6 +124,9 @@ def measured(shape: Shape, names: Sequence[str], seconds: float) -> dict[str, An
         seconds=seconds,
         flops=4.0 * math.prod(shape[:3]),
     )
+    if shape.m <= FEW_ROWS * shape.groups:
+        add_rates(found, lambda name: 2.0 * math.prod(shape[1:]))
+    return found
 
 
 def error(shape: Shape, name: str, program: Function, arrays: Any) -> float:
@@ -118,7 +145,8 @@ def error(shape: Shape, name: str, program: Function, arrays: Any) -> float:
 
 def ratios(rows: dict[str, Any]) -> dict[str, float]:
     """Return the times of the other ways relative to those of the kernels."""
-    pairs = [(f"{own}, {other}", own) for other in ("wide", "apart") for own in ("rows", "blocks")]
+    kinds = ("rows", "blocks", "bfloat16 by int8", "bfloat16 by float8")
+    pairs = [(f"{own}, {other}", own) for other in ("wide", "apart", "xla") for own in kinds]
     pairs += [("bfloat16", "rows"), ("bfloat16", "blocks")]
     found = {}
     for kind in ("us", "kernel_us"):
@@ -136,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         __doc__,
         SHAPES,
         CONTENDERS,
-        few=dict.fromkeys(list(SHAPES)[:3], tuple(CONTENDERS)),
+        few={name: DECODE if name.startswith("decode") else MANY_ROWS for name in list(SHAPES)[:7]},
         seconds=45.0,
         measured=measured,
         ratios=ratios,

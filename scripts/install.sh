@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Usage: install.sh PYTHON ARGUMENT...: what `pip install ARGUMENT...` does in the environment of PYTHON.
-# uv does it in a fifth of the time where it is on PATH. It does not read pip's configuration, so pip follows if it fails.
-# Nothing is compiled: Python compiles what is imported, which is a small part of what would take 20 seconds here.
+# Usage: install.sh PYTHON ARGUMENT...: like `pip install ARGUMENT...` in the environment of PYTHON.
+# If uv is on PATH, it takes a fifth of the time. It does not read pip's configuration, so pip is tried if uv fails.
+# No bytecode is compiled here, which would take 20 seconds: Python compiles the few modules that it imports.
 set -eu
 
 python=$1

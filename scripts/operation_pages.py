@@ -99,14 +99,16 @@ def _grouped(dtype: str, *, arrays: Any = None, **options: Any) -> Built:
     return args, options | _arrays(dtype, arrays)
 
 
-def _quantized_groups(dtype: str, *, lhs: str = "float8_e4m3fn", block: int | None = None, **options: Any) -> Built:
+def _quantized_groups(
+    dtype: str, *, lhs: str = "float8_e4m3fn", block: int | None = None, rows: int = 4096, **options: Any
+) -> Built:
     """Return a grouped product of quantised operands; `lhs=""` are rows in `dtype` without scales."""
-    args, _ = _grouped(dtype)
-    rows = jax.eval_shape(functools.partial(modules.quantize, dtype=lhs or "int8", block=block), args[0])
+    args = _array(dtype, rows, 1024), *_grouped(dtype)[0][1:]
+    left = jax.eval_shape(functools.partial(modules.quantize, dtype=lhs or "int8", block=block), args[0])
     matrix: dict[str, Any] = {"dtype": lhs or "int8", "block": block, "axis": -1 if block is None else (1, 2)}
     matrices = jax.eval_shape(functools.partial(modules.quantize, **matrix), args[1])
     out = {"preferred_element_type": dtype, "transpose_rhs": True}
-    return (rows if lhs else args[0], matrices, args[2]), out | options
+    return (left if lhs else args[0], matrices, args[2]), out | options
 
 
 def _wgrad(dtype: str, **options: Any) -> Built:
@@ -228,7 +230,9 @@ CALLS: dict[str, Page] = {
                 "`Quantized` operands, `float8_e4m3fn`": {},
                 "`Quantized` operands, `int8`": {"lhs": "int8"},
                 "`Quantized` operands, 1x128 by 128x128 blocks": {"block": 128},
-                "rows in 16 or 32 bits, `Quantized` matrices": {"lhs": ""},
+                "512 rows for each group in bfloat16, `Quantized` matrices": {"lhs": ""},
+                "64 rows for each group in bfloat16, `Quantized` matrices": {"lhs": "", "rows": 512},
+                "the same, `activation`": {"lhs": "", "rows": 512, "activation": "silu"},
             },
         ),
     ),
@@ -306,6 +310,7 @@ CALLS: dict[str, Page] = {
                 "other blocks along `k`": {"scales": ((4096, 16), (2048, 16))},
                 "rows in 16 or 32 bits": {"x": ""},
                 "64 rows in bfloat16": {"x": "", "rows": 64},
+                "64 rows in bfloat16, an activation": {"x": "", "rows": 64, "activation": "silu"},
                 "`w` as `[k, n]`": {"transpose_w": False},
                 '`accumulation="fast"`': {"accumulation": "fast"},
                 "an activation": {"activation": "silu"},

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Make a virtual environment and install this package, editable, with its development tools.
-# Usage: setup_venv.sh PYTHON VENV [JAX_VERSION]; the version `nightly` comes from the index that JAX_NIGHTLY_INDEX names.
+# Create a virtual environment and install this package, editable, with its development tools.
+# Usage: setup_venv.sh PYTHON VENV [JAX_VERSION]; the version `nightly` comes from the index in JAX_NIGHTLY_INDEX.
 set -eu
 
 python=$1 venv=$2 jax=${3:-}
@@ -18,17 +18,17 @@ command -v "$python" >/dev/null 2>&1 || fail "no '$python' here; install Python 
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "'$python' cannot make virtual environments (venv or ensurepip is missing); on Debian and Ubuntu: apt-get install python3-venv"
 
-# Made for another Python: start over rather than mix two.
+# The environment belongs to another Python: create it anew instead of mixing two.
 wanted=$("$python" -c 'import sys; print(*sys.version_info[:3])')
 found=$("$venv/bin/python" -c 'import sys; print(*sys.version_info[:3])' 2>/dev/null || true)
 if [ "$wanted" != "$found" ]; then
-    # --clear empties the folder, so it must be an environment, or new.
+    # --clear empties the folder, so the folder must be an environment, or not exist.
     [ ! -e "$venv" ] || [ -e "$venv/pyvenv.cfg" ] || fail "'$venv' exists and is no virtual environment; choose another VENV=..."
     "$python" -m venv --clear "$venv"
 fi
 
 echo "setup: installing into $venv (Python $(echo "$wanted" | tr ' ' .), JAX ${jax:-the newest for it}); this takes a minute or two" >&2
-# --upgrade only without a version: "newest" must not mean "what happens to be installed".
+# --upgrade only without a version: "newest" must not mean the version that happens to be installed.
 if [ "$jax" = nightly ]; then
     [ -n "${JAX_NIGHTLY_INDEX:-}" ] || fail "JAX=nightly needs JAX_NIGHTLY_INDEX, the address of the index that holds it"
     "$root/scripts/install.sh" "$venv/bin/python" -e "$root[dev]"

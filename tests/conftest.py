@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state in which every test starts: eight host devices, an empty cache folder, and no remembered configurations."""
+"""The initial state of every test: eight host devices, an empty cache folder, and no remembered configurations."""
 
 from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import itertools
 import os
 import re
@@ -26,12 +27,12 @@ os.environ.pop("COLUMNS", None)  # pytest's workers have it, and output to a pip
 quick.start()
 # JAX asks the file system about each frame of an error's traceback, for each prefix of paths that it hides.
 traceback_util._path_starts_with = functools.cache(traceback_util._path_starts_with)
-# A shell ignores the first in background jobs, `nohup` the second, and processes inherit that.
+# Background jobs of a shell ignore SIGINT, programs under `nohup` ignore SIGHUP, and child processes inherit that.
 for _number, _default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _default)
 
-# An example may be the one that compiles, on a machine that is busy.
+# No deadline: an example may have to compile a program, on a busy machine.
 hypothesis.settings.register_profile("sample", deadline=None, max_examples=30)
 hypothesis.settings.register_profile("whole", deadline=None)
 
@@ -42,7 +43,7 @@ _FOLDERS = itertools.count()
 _ALL_SLOW = re.compile(r"^pytestmark = .*\bmark\.slow\b", re.MULTILINE)
 
 
-# Tests of files, processes, types and the command depend little on the version of JAX: CI runs them with one version.
+# Tests of files, processes, types and the command depend little on JAX's version, so CI runs them with one version.
 WITHOUT_JAX = (
     "cli",
     "ops/autotuner",
@@ -60,21 +61,35 @@ WITHOUT_JAX = (
 
 
 def pytest_addoption(parser):
-    parser.addoption("--require", choices=["gpu"], help="fail, rather than skip, where this is missing")
+    parser.addoption("--require", choices=["gpu"], help="fail instead of skipping tests if this is missing")
 
 
 def pytest_configure(config):
-    """Choose the number of examples, and have processes that run tests side by side share a required GPU's memory."""
+    """Choose the number of examples and JAX's compilation cache, and share the memory of a required GPU."""
     hypothesis.settings.load_profile("whole" if config.getoption("--whole") else "sample")
     if config.getoption("--require") == "gpu":
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if config.getoption("markexpr") == "not slow" and hasattr(config, "cache"):
+        # Each run of the quick tests compiles the same small programs, in a quarter of its time: keep them in
+        # `.pytest_cache`.
+        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Pass over a file of nothing but slow tests if those are not wanted: its import takes time."""
+    """Skip a file with only slow tests if these are deselected, because importing it takes time."""
     if config.getoption("markexpr") == "not slow" and collection_path.suffix == ".py":
         return True if _ALL_SLOW.search(collection_path.read_text(encoding="utf-8")) else None
     return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector, obj):
+    """Skip a slow test if these are deselected, because creating its cases takes time."""
+    marks = getattr(obj, "pytestmark", ()) if inspect.isfunction(obj) else ()
+    is_slow = any(mark.name == "slow" for mark in marks)
+    return [] if is_slow and collector.config.getoption("markexpr") == "not slow" else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -87,7 +102,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Have the collector pass over what is imported, which takes a twentieth of all time else, and come less often."""
+    """Collect garbage less often, without imported objects: otherwise it takes 5 % of the time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
@@ -95,7 +110,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def fresh_process_state(tmp_path_factory, monkeypatch):
-    """Give each test a cache folder, default executor and registry of its own."""
+    """Give each test its own cache folder, default executor and registry."""
     from ejkernel import ops
     from ejkernel.ops.registry import clear_invocations
 
@@ -111,11 +126,10 @@ def fresh_process_state(tmp_path_factory, monkeypatch):
     )
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    # `mktemp` lists all folders of earlier tests to find a free name, and there are thousands.
+    # The first save creates the folder. Creating and removing one for each test would take seconds.
     folder = tmp_path_factory.getbasetemp() / f"cache-{next(_FOLDERS)}"
-    folder.mkdir(mode=0o700)
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(folder))
-    # what a test writes need not survive the end of the machine, and waiting for the disk takes most of many a test
+    # Files of tests need not survive a power failure, and waiting for the disk would dominate many tests.
     monkeypatch.setattr("ejkernel.ops.config._writing._sync", lambda *_: None)
     ops.set_default_executor(None)
     clear_invocations()
@@ -126,14 +140,14 @@ def fresh_process_state(tmp_path_factory, monkeypatch):
 
 @pytest.fixture(scope="session", autouse=True)
 def no_server_left():
-    """End the process that runs programs in forks before the results of coverage are combined."""
+    """End the process of `tests.forked` before the results of coverage are combined."""
     yield
     forked.stop()
 
 
 @pytest.fixture
 def collect():
-    """`gc.collect`, which passes over all that came before the test: looking through that takes a second."""
+    """`gc.collect` for objects created in the test; collecting the older ones takes a second."""
     gc.freeze()
     return gc.collect
 
@@ -154,7 +168,7 @@ def page(monkeypatch):
 
 @pytest.fixture
 def gpu(request):
-    """A GPU. Absent: skip; under --require=gpu: fail, so that a GPU run cannot pass by skipping."""
+    """A GPU. Without one the test is skipped; with --require=gpu it fails, so that no GPU run passes by skipping."""
     try:
         return jax.devices("gpu")[0]
     except RuntimeError as error:
@@ -164,7 +178,7 @@ def gpu(request):
 
 @pytest.fixture
 def chain():
-    """A chain that has only memory of its own."""
+    """A chain with only its own memory tier."""
     from ejkernel.ops import ConfigSelectorChain
 
     return ConfigSelectorChain()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`pytest --cpu-limit SECONDS` lists tests that took longer, so that the mark `slow` stays accurate.
 
-CPU seconds, including those of processes that a test started and waited for, depend little on other work of the
-machine. Even so, no test fails for them.
+CPU seconds include those of processes that a test started and waited for. They depend little on other work of the
+machine, but no test fails because of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _marked = set()
 
 
 def pytest_addoption(parser):
-    help = "list tests that are not marked slow and took more of a processor, and files that are and took less"
+    help = "list unmarked tests that took more CPU seconds, and files with marked tests that took less"
     parser.addoption("--cpu-limit", type=float, metavar="SECONDS", help=help)
 
 
@@ -60,10 +60,10 @@ def pytest_terminal_summary(terminalreporter, config):
     quick = defaultdict(float)
     for name in _marked:
         quick[name.partition("::")[0]] += _seconds[name]
-    terminalreporter.section(f"more than {limit:g} s of a processor, and not marked slow")
+    terminalreporter.section(f"more than {limit:g} s of CPU, and not marked slow")
     for name, took in sorted(slow.items(), key=lambda item: -item[1]):
         terminalreporter.write_line(f"{took:6.2f} s  {name}")
-    terminalreporter.section(f"marked slow, and less than {limit:g} s in all")
+    terminalreporter.section(f"marked slow, and less than {limit:g} s of CPU for the file")
     for path, took in sorted(quick.items()):
         if took < limit:
             terminalreporter.write_line(f"{took:6.2f} s  {path}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that imports JAX and this package once, and runs Python programs in forks of itself.
 
-Importing them takes more than a second, so tests that start many programs use it through `tests.forked`.
+The import takes more than a second, so tests that start many programs use this process through `tests.forked`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs Python programs as `subprocess.run` does, in forks of a process that has imported JAX and this package.
+"""Runs Python programs like `subprocess.run`, in forks of a process that has imported JAX and this package.
 
 A test of a program's start, its interruption or its signals needs a real start.
 """
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-_PATH = os.pathsep.join(filter(None, sys.path))  # before tests add folders of their own
+_PATH = os.pathsep.join(filter(None, sys.path))  # before tests add their own folders
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def stop():
 
 
 def python(folder, *arguments, **environment):
-    """Run `python *arguments` in a folder, with these variables and no others of this package.
+    """Run `python *arguments` in a folder, with these variables of this package and no others.
 
     Returns:
         The status, standard output and standard error, as `subprocess.run` does.

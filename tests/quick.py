@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes processes quick that compile many small programs; `-p tests.quick` has searches be quick as well."""
+"""Settings for processes that compile many small programs; with `-p tests.quick`, searches are short as well."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-# Most of the time of tests is XLA's, and what it makes of small programs runs once: let it try less, compile each in
-# one piece, and write loops as it did before it went through MLIR (an option that newer versions ignore). Flags that
-# were given come last, so they win.
+# Tests spend most of their time in XLA, and run each small program once. So XLA optimises less, compiles a program in
+# one piece, and emits loops without MLIR (newer versions ignore this option). The user's own flags come last, so they
+# take precedence.
 _FLAGS = (
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",
@@ -20,18 +20,18 @@ _FLAGS = (
 def start():
     """Set the environment, before JAX starts, of this process and of those that it starts."""
     os.environ["XLA_FLAGS"] = " ".join((*_FLAGS, os.environ.get("XLA_FLAGS", ""))).rstrip()
-    # NumPy's threads wait for each other longer than they work on matrices as small as a search's.
+    # On the small matrices of a search, NumPy's threads would wait for each other longer than they work.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def pytest_configure():
-    """Called for `make doctest` alone, which has this module as a plugin."""
+    """Set the environment; only `make doctest` loads this module as a plugin."""
     start()
 
 
 @pytest.fixture(autouse=True)
 def brief_searches():
-    """Have examples search among three candidates and compare outputs alone: other tests are about searches."""
+    """Limit the searches of examples to three candidates and to a check of the outputs; other tests cover searches."""
     from ejkernel.ops import policy_override
 
     with policy_override(max_candidates=3, validate="outputs"):

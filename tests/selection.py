@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of the collected tests run: a covering sample of large matrices, and with `--part` a part of all tests.
+"""Selects the tests to run: a covering sample of large matrices and, with `--part`, a part of all tests.
 
-Of a parametrized test that is marked `slow`, in `tests/kernels`, `tests/modules` or `tests/tpu`, `make test` runs few
-cases, in which each value of each parameter occurs. `make test-all` runs every case (`--whole`). The choice is the same
-in every process and on every machine, among the cases that `-k`, `-m` and the command line leave. The mark `sampled`
-asks for it elsewhere, and says more of a test by functions of a case's parameters:
+For a parametrized test in `tests/kernels`, `tests/modules` or `tests/tpu` that is marked `slow`, `make test` runs a few
+cases that cover each value of each parameter. `make test-all` runs every case (`--whole`). The cases are chosen among
+those that `-k`, `-m` and the command line leave, alike in every process and on every machine. The mark `sampled`
+requests a sample for other tests. Its arguments are functions of a case's parameters:
 
-- `by` returns what a case covers instead of the values, for example pairs of them;
-- `runs` returns whether the case runs here, so that no value is left to a case that skips itself.
+- `by` returns the set that a case covers, by default the values of its parameters; for example pairs of values;
+- `runs` returns whether the case runs here, because a skipped case covers nothing.
 
-A test or case marked `whole` runs only with `--whole`: a cheaper one checks the same.
+A test or case marked `whole` runs only with `--whole`, because a cheaper one checks the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "sampled(by): runs a covering sample of its cases; see tests/selection.py")
-    config.addinivalue_line("markers", "whole: runs only with --whole, since a cheaper test checks the same")
+    config.addinivalue_line("markers", "whole: runs only with --whole, because a cheaper test checks the same")
 
 
 @pytest.hookimpl(trylast=True)
@@ -87,9 +87,9 @@ def _hashable(value):
 
 
 def covering(cases, runs=lambda index: True):
-    """Return the indices of few of these sets that have all elements of those that run, the same ones each time.
+    """Return the indices of a few of these sets, always the same, that cover all elements of the sets that run.
 
-    Among sets with equally many new elements, the rarest elements come first.
+    Among sets with equally many new elements, those with the rarest elements come first.
     """
     left, kept, counts = [*range(len(cases))], [], Counter()
     seen = set()
@@ -106,10 +106,10 @@ def covering(cases, runs=lambda index: True):
 
 
 def in_part(items, part, parts):
-    """Yield the tests of one part: one in `parts` cases of the slow tests, and a case of every second other test.
+    """Yield the tests of one part: one of `parts` cases of the slow tests, and a case of every second quick test.
 
-    Parts with an even number have one half of the quick tests, the others the other half. Tests marked `smoke` are in
-    every part.
+    Parts with even numbers have one half of the quick tests, parts with odd numbers the other half. Tests marked
+    `smoke` are in every part.
     """
     cases = defaultdict(list)
     for item in items:

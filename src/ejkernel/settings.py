@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 CACHE_FOLDER = "configs"  # the last part of the default cache folder, which has other files beside it
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
@@ -120,14 +121,14 @@ class Settings:
         return _flag(self._env, "EJKERNEL_OPS_RECORD")
 
     @functools.cached_property
-    def stale(self) -> tuple[tuple[str, str], ...]:
+    def stale(self) -> dict[str, Any]:
         """Actions for stale entries (`use`, `retune` or `refuse`), by the field that differs.
 
         `EJKERNEL_STALE` is one action for all fields, such as `retune`, or a list such as `jax=retune,driver=refuse`.
         """
         raw = self._env.get("EJKERNEL_STALE", "").strip().lower()
         if raw in _STALE:  # for all fields
-            return tuple((name, raw) for name in _MAY_DIFFER)
+            return dict.fromkeys(_MAY_DIFFER, raw)
         actions: dict[str, str] = {}
         for item in _items(self._env, "EJKERNEL_STALE"):
             name, _, action = (part.strip() for part in item.lower().partition("="))
@@ -137,7 +138,7 @@ class Settings:
             if name in actions:
                 raise _error(f"EJKERNEL_STALE must list {name} only once; got {raw!r}.")
             actions[name] = action
-        return tuple(actions.items())
+        return actions
 
     @functools.cached_property
     def stamp(self) -> str:

@@ -5,12 +5,19 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 
 import jax
 import pytest
 
 from ejkernel import settings
 from ejkernel.cli import main
+
+
+@pytest.fixture(autouse=True)
+def existing_cache():
+    """Create the cache folder: a missing folder that is named by a variable is a problem."""
+    os.mkdir(os.environ["EJKERNEL_CACHE_DIR"])
 
 
 @pytest.fixture

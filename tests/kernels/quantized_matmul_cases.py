@@ -45,14 +45,19 @@ def call_of(x, w, shape=(24, 256, 40), *, positive=False, lead=(), **options):
     return call
 
 
-def in_use(m, k, n, *, blocks=1):
-    """Return a product; each row and each column has `blocks` scales."""
+def in_use(m, k, n, *, blocks=1, wide=False):
+    """Return a product; each row and each column has `blocks` scales, or the rows have 16 bits."""
 
     def call(dtype):
         arrays = [jax.ShapeDtypeStruct((size, k), E4M3) for size in (m, n)]
         scales = [jax.ShapeDtypeStruct((size, blocks), jnp.float32) for size in (m, n)]
         block = (1, None if blocks == 1 else 128)
-        return (*arrays, *scales), {"transpose_w": True, "x_block": block, "w_block": block}
+        options = {"transpose_w": True, "x_block": block, "w_block": block}
+        if wide:
+            del options["x_block"]
+            arrays[0], scales[0] = jax.ShapeDtypeStruct((m, k), "bfloat16"), None
+            options["preferred_element_type"] = "float32"
+        return (*arrays, *scales), options
 
     return call
 
@@ -83,6 +88,7 @@ SUBJECT = Subject(
     odd={
         "odd sizes": in_use(1333, 1040, 328),
         "few odd rows": in_use(13, 1040, 329),
+        "few odd rows of 16 bits, float32": in_use(13, 1040, 328, wide=True),
         "odd sizes, blocks": in_use(37, 1040, 328, blocks=9),
     },
 )

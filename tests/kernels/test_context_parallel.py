@@ -139,7 +139,8 @@ def over(devices, **options):
     return jax.shard_map(local, mesh=mesh(devices), in_specs=(SHARD,) * 3, out_specs=SHARD)
 
 
-SPLITS = {"auto": P("data", "model"), "explicit": P(None, ("data", "model")), "mixed": P(None, "model")}
+# The second names the axes in another order than the mesh.
+SPLITS = {"auto": P("data", "model"), "explicit": P(None, ("model", "data")), "mixed": P(None, "model")}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -160,6 +161,15 @@ def test_a_shard_under_jit_and_in_shard_map_has_the_key_of_the_local_call():
         for function, arrays in ((plain, local), (plain, given), (over(4, zigzag=True), arrays))
     ]
     assert keys[0] == keys[1] == keys[2]
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_gradients_of_large_logits_are_those_of_one_device(gather):
+    # A log-sum-exp of some thousand is rounded to 1e-4; that of a block is much less than that of all keys.
+    arrays = [x + shift for x, shift in zip(operands(value_dim=8), (20.0, 20.0, 0.0), strict=True)]
+    expected, found = (jax.jit(gradient(function))(*arrays) for function in (plain, over(4, gather_keys=gather)))
+    for one, ours in zip(expected, found, strict=True):
+        np.testing.assert_allclose(ours, one, atol=2e-3 * np.abs(one).max())
 
 
 def test_8_devices_have_at_most_twice_the_error_of_one_in_bfloat16():
@@ -185,6 +195,24 @@ def test_transformations_of_a_sharded_sequence():
         return batched, jax.jvp(function, arrays, tangents)
 
     close(*(jax.jit(everything, static_argnums=0)(function) for function in (plain, over(2))))
+
+
+@pytest.mark.parametrize("axis_name", [None, "context"])
+def test_vmap_around_shard_map_with_segments_that_differ(axis_name):
+    """JAX makes both branches of a condition that `vmap` maps, and then they fail inside `shard_map`."""
+    arrays, ids = [x[..., :8] for x in operands()], jnp.stack([segments(), segments()[::-1], segments() * 0])
+    spec = P(None, axis_name) if axis_name else P("context")
+
+    def local(*arrays):
+        return plain(*arrays[:3], segment_ids=arrays[3], axis_name=axis_name)
+
+    shards = jax.shard_map(local, mesh=mesh(2), in_specs=(spec,) * 4, out_specs=spec)
+
+    def mapped(function):
+        return jax.vmap(lambda ids: gradient(lambda *arrays: function(*arrays, ids))(*arrays))(ids)
+
+    expected = mapped(lambda *arrays: plain(*arrays[:3], segment_ids=arrays[3]))
+    close(expected, jax.jit(lambda: mapped(shards))())
 
 
 def permutes(program):
@@ -219,6 +247,10 @@ WRONG = {
     "dropout": ({"dropout_rate": 0.1, "dropout_key": jnp.zeros(2, jnp.uint32)}, "dropout_rate is not available"),
     "odd": ({"zigzag": True}, "zigzag needs shards of even length, two pieces each; got 7 queries and 7 keys"),
     "another axis": ({"axis_name": "data"}, "axis_name must be a mesh axis of an enclosing jax.shard_map.*got 'data'"),
+    "an axis twice": (
+        {"axis_name": ("context", "context")},
+        "axis_name must name each mesh axis once; got .'context', ",
+    ),
     "a number": ({"axis_name": 3}, "axis_name must be the name of a mesh axis, several names, or None; got 3"),
     "no axis": ({"axis_name": None, "gather_keys": True}, "gather_keys needs axis_name.*got gather_keys=True"),
 }
@@ -244,8 +276,22 @@ def test_zigzag_order_pairs_early_and_late_pieces():
     np.testing.assert_array_equal(positions, [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7])
     tree = {"tokens": jnp.arange(24).reshape(2, 12), "x": jnp.arange(48).reshape(2, 12, 2)}
     close(tree, from_zigzag(to_zigzag(tree, 3), 3))
-    with pytest.raises(ArgumentError, match=r"axis 1 .* divisible by 2 \* devices = 8, got shape \(2, 12\)"):
-        to_zigzag(tree, 4)
+
+
+WRONG_ORDERS = {
+    "length": (np.ones((2, 12)), 4, r"axis 1 .* divisible by 2 \* devices = 8, got shape \(2, 12\)"),
+    "no devices": (np.ones((2, 12)), 0, "devices must be .* an int >= 1; got 0"),
+    "a mesh": (np.ones((2, 12)), "context", "devices must be .*; got 'context'"),
+    "no batch": (np.ones(12), 2, r"the sequence as axis 1, got float64\[12\]; pass axis="),
+    "no array": ([1, 2], 1, "tree must consist of arrays .* got int"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_ORDERS)
+def test_what_cannot_be_reordered_is_an_error_with_the_fix(wrong):
+    tree, devices, says = WRONG_ORDERS[wrong]
+    with pytest.raises(ArgumentError, match=says):
+        to_zigzag(tree, devices)
 
 
 def test_a_block_is_not_launched_persistently_since_copies_hold_multiprocessors(monkeypatch):

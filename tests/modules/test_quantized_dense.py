@@ -48,6 +48,25 @@ def test_a_trained_layer_follows_the_gradients_of_the_plain_one(dtype, gradient_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["current", "blocks", "delayed", "groups"])
+def test_a_second_derivative_says_what_to_do(kind):
+    x, w = normal(4, 128), normal(128, 32, seed=1)
+    options = {"blocks": {"block": 128}, "delayed": {"scaling": DelayedScaling.start()}}.get(kind, {})
+
+    def loss(x):
+        if kind == "groups":
+            return jnp.square(quantized_grouped_dense(x, w[None], jnp.asarray([4]))).sum()
+        return jnp.square(quantized_dense(x, w, **options)).sum()
+
+    def penalty(x, inner):
+        return jnp.square(jax.grad(loss)(inner(x))).sum() + loss(x)
+
+    with pytest.raises(UnsupportedError, match=r"no second derivative, .* Use x @ w or grouped_matmul .*stop_gradient"):
+        jax.grad(penalty)(x, lambda x: x)
+    np.testing.assert_array_equal(jax.grad(penalty)(x, jax.lax.stop_gradient), jax.grad(loss)(x))
+
+
+@pytest.mark.slow
 def test_a_trained_layer_with_blocks_follows_the_gradients_of_the_plain_one():
     x, w, target = normal(3, 8, 200), normal(200, 32, seed=1), normal(3, 8, 32, seed=2)
     x = x.at[0, 0, 0].set(1e4)  # an outlier, which would leave the other numbers of its row few digits in e5m2

@@ -85,9 +85,25 @@ def test_quantize_takes_arrays_over_explicit_axes(spec, options, entered):
 def test_quantize_refuses_explicit_shards_that_cut_a_block():
     x = placed(mesh_of(AxisType.Explicit), normal(8, 1024), None, "b")
     with pytest.raises(
-        ArgumentError, match="axis 1 of x is sharded over 'b' into shards of 256, which cut blocks of 96"
+        ArgumentError, match="over 'b' into shards of 256, and blocks have 96: a shard must begin and end with a block"
     ):
         quantize(x, block=96)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_of_rows_in_16_bits_split_by_rows_and_columns(kind):
+    x, factors, mesh = normal(16, 256, dtype=jnp.float32), normal(16, seed=3), mesh_of(kind)
+    w, gate = (quantize(normal(256, 256, seed=seed), block=64, axis=(0, 1)) for seed in (1, 2))
+
+    def loss(x, w, gate, factors):
+        out = quantized_matmul(x, w, activation="silu", gate=gate, row_scale=factors, transpose_w=True)
+        return jnp.sin(out).sum()
+
+    run = jax.jit(jax.value_and_grad(loss, (0, 3)))
+    matrices = [Quantized(*(placed(mesh, each, "b") for each in (a.values, a.scale)), a.block) for a in (w, gate)]
+    found = run(placed(mesh, x, "a"), *matrices, placed(mesh, factors, "a"))
+    for actual, expected in zip(jax.tree.leaves(found), jax.tree.leaves(run(x, w, gate, factors)), strict=True):
+        near(actual, expected, 0.01)
 
 
 @pytest.mark.parametrize("kind", KINDS)

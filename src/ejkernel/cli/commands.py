@@ -187,8 +187,8 @@ def tune(**options: Any) -> int:
     estimates are stored beside the configurations. A later search on such a TPU measures the fastest first, and none
     with an estimate of 1.3 times the best or more. Estimates are never saved as measured.
 
-    The exit status is 1 if no configuration was saved, e.g. because --budget ended every search early; the next run
-    continues these searches.
+    The exit status is 1 if a search failed, if a result could not be written, or if a call has no entry and nothing
+    was found to save, e.g. because --budget ended every search early; the next run continues such searches.
     """
     named = [options[name] for name in ("target", "missed", "bundle", "shapes") if options[name]]
     if len(named) != 1 and named != [options["bundle"], options["shapes"]]:

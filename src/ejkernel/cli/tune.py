@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 import click
 from rich.console import Console
 
+from ejkernel import settings
 from ejkernel.cli import report
 from ejkernel.cli.files import Found
 from ejkernel.cli.outcome import TuneOutcome
@@ -35,9 +36,8 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.policy import AutotunePolicy, policy_override
+from ejkernel.ops.config.policy import AutotunePolicy, StalePolicy, policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.config.staleness import default_stale_policy
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of, kernel_of
 from ejkernel.ops.errors import ArgumentError, ConfigError, EjkernelError, TuningError
@@ -89,7 +89,7 @@ def messages(file: IO[str] | None = None) -> Console:
 
 
 def run_tune(options: TuneOptions) -> int:
-    """Run `ejkernel tune`; return 1 if calls were tuned, but none has a saved configuration.
+    """Run `ejkernel tune`; return the exit status: 1 for a failed or unsaved search, or a call left without an entry.
 
     By default a worker process measures, so that a crashing candidate does not end the command.
     """
@@ -132,11 +132,8 @@ def _find_and_tune(options: TuneOptions, source: Source, store: PersistentCache,
     console.print(report.found(found.name, found.calls, found.device, found.times))
     store.refresh_if_due()  # use configurations tuned by others
     if options.dry_run:
-        _list(
-            options,
-            found,
-            ConfigSelectorChain(ConfigCache(), store, policy=AutotunePolicy(stale=default_stale_policy())),
-        )
+        policy = AutotunePolicy(stale=StalePolicy(**settings.current().stale))
+        _list(options, found, ConfigSelectorChain(ConfigCache(), store, policy=policy))
     else:
         _check_devices(options, found.device)
         _print_counts(found, console)
@@ -277,7 +274,7 @@ def _policy(options: TuneOptions, found: Found, executor: RayExecutor | None) ->
         devices=options.devices,
         executor=executor,
         compile_processes=_processes(options, found.device),
-        stale=default_stale_policy(),
+        stale=StalePolicy(**settings.current().stale),
     )
 
 

@@ -78,6 +78,7 @@ from ejkernel.compat.programs import lowers_for_amd as lowers_for_amd
 from ejkernel.compat.programs import not_lowering as not_lowering
 from ejkernel.compat.programs import pointing_at_the_call as pointing_at_the_call
 from ejkernel.compat.programs import program_span as program_span
+from ejkernel.compat.programs import register_for_export as register_for_export
 from ejkernel.compat.programs import register_lowering as register_lowering
 from ejkernel.compat.programs import set_xla_metadata as set_xla_metadata
 from ejkernel.compat.programs import target_kind as target_kind
@@ -113,6 +114,7 @@ from ejkernel.compat.tracing import evaluate_without_arguments as evaluate_witho
 from ejkernel.compat.tracing import explicit_mesh as explicit_mesh
 from ejkernel.compat.tracing import finfo as finfo
 from ejkernel.compat.tracing import has_references as has_references
+from ejkernel.compat.tracing import in_mesh_order as in_mesh_order
 from ejkernel.compat.tracing import instantiated as instantiated
 from ejkernel.compat.tracing import is_named as is_named
 from ejkernel.compat.tracing import is_reference as is_reference

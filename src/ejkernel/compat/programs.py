@@ -113,6 +113,24 @@ def register_lowering(primitive: Any, rule: Callable[..., Any]) -> None:
     mlir.register_lowering(primitive, rule)
 
 
+def register_for_export(cls: type, name: str, written: Callable[[Any], str], read: Callable[[str], Any]) -> None:
+    """Let `jax.export` store programs whose arguments or results are pytrees of a class.
+
+    Args:
+        cls: The class.
+        name: Its name in stored programs.
+        written, read: Convert the static part of an object to text and back.
+    """
+    from jax import export
+
+    export.register_pytree_node_serialization(
+        cls,
+        serialized_name=name,
+        serialize_auxdata=lambda static: written(static).encode(),
+        deserialize_auxdata=lambda data: read(bytes(data).decode()),
+    )
+
+
 def lower_function(ctx: Any, function: Callable[..., Sequence[Any]], *values: Any) -> Any:
     """Lower `function` in place of a primitive."""
     return mlir.lower_fun(function, multiple_results=True)(ctx, *values)

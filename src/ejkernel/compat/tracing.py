@@ -249,6 +249,13 @@ def varying_axes(value: Any) -> frozenset[str]:
     return frozenset(jax.typeof(value).manual_axis_type.varying)
 
 
+def in_mesh_order(axes: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of bound mesh axes, inside `shard_map`, in the order of the mesh."""
+    # Without a mesh in force, as in the partitioner's callback, the axes were bound in the mesh's order.
+    names = [*jax.sharding.get_abstract_mesh().axis_names, *_core.get_axis_env().axis_sizes]
+    return tuple(sorted(axes, key=names.index))
+
+
 def explicit_mesh(avals: Sequence[Any]) -> Any:
     """Return the mesh with explicit axes in the types of these arrays; `None` if no type has one."""
     for aval in avals:

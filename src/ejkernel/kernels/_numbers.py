@@ -61,9 +61,10 @@ def balanced(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def exponents(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Return the exponent of the largest magnitude along `axes`, of length 1 there; zero if that is 0 or not finite."""
-    largest = jnp.max(jnp.abs(lax.stop_gradient(x)), axis=axes, keepdims=True, initial=0)
-    exponent: jax.Array = jnp.frexp(jnp.where((largest > 0) & (largest < jnp.inf), largest, 0))[1]
+    """Return the exponent of the largest finite magnitude along `axes`, of length 1 there; zero if that is 0."""
+    sizes = jnp.abs(lax.stop_gradient(x))
+    largest = jnp.max(jnp.where(sizes < jnp.inf, sizes, 0), axis=axes, keepdims=True, initial=0)
+    exponent: jax.Array = jnp.frexp(largest)[1]
     return exponent
 
 

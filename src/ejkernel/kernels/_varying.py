@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-from jax.custom_batching import sequential_vmap
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap, sequential_vmap
 
 from ejkernel import compat
 
@@ -33,3 +34,25 @@ def one_by_one(function: Callable[..., Any], *args: Any) -> Any:
     """Return `function(*args)`; under `vmap` it runs on one example after another."""
     sequential: Any = sequential_vmap  # it has no annotations
     return sequential(function)(*unify_varying(args))
+
+
+def of_any_example(condition: jax.Array) -> jax.Array:
+    """Return a condition for skipping work; under `vmap` whether it is true for any example, for all of them at once.
+
+    Under `vmap`, a condition for each example makes `jax.lax.cond` compute both branches. Inside `shard_map` it then
+    fails: its operands vary as the condition does, but its branches were traced for others.
+    """
+    found: jax.Array = _any_example(condition)
+    return found
+
+
+def _same(condition: jax.Array) -> jax.Array:
+    return condition
+
+
+def _any_of_batch(size: int, batched: Any, condition: jax.Array) -> tuple[jax.Array, bool]:
+    return _any_example(jnp.any(condition, axis=0)), False
+
+
+_any_example: Any = custom_vmap(_same)
+_any_example.def_vmap(_any_of_batch)

@@ -156,16 +156,16 @@ def grouped_matmul(
 
     Operands may be `Quantized` (or a `qwix.QArray`) on either or both sides: the result is the matmul of the
     dequantised operands. This is a separate operation, `quantized_grouped_matmul`. On Hopper GPUs, `mosaic_gpu` runs
-    two 8-bit operands, with `rhs` as `[groups, n, k]`:
+    two 8-bit operands, and on average at most 64 rows a group in 16 bits, with `rhs` as `[groups, n, k]`:
 
         w8 = quantize(rhs.swapaxes(1, 2))  # once: a scale for each group's column
         out = grouped_matmul(quantize(lhs), w8, group_sizes, transpose_rhs=True)
 
     An operand without scales and `row_scale` have gradients; differentiating a quantised operand raises.
 
-    With an activation or a gate, both operands and the gate must be `Quantized`. This is a separate operation,
-    `quantized_grouped_activation`, without a gradient. With `quantize`, its result is `Quantized`, too, with a scale
-    for 128 columns of a row, as the next matmul takes it; it is quantised from float32:
+    With an activation or a gate this is a separate operation, `quantized_grouped_activation`; the gate is `Quantized`
+    if `rhs` is. Its gradient computes the matmuls again. If both operands are `Quantized`, `quantize` makes the result
+    `Quantized`, too, with a scale for 128 columns of a row, as the next matmul takes it; it is quantised from float32:
 
         h8 = grouped_matmul(
             x8, w8, sizes, activation="silu", gate=gate8, transpose_rhs=True, quantize="float8_e4m3fn"
@@ -232,7 +232,7 @@ def grouped_matmul(
         options["accumulation"] = accumulation
         if quantize is not None or activation is not None or gate is not None:
             more = {"activation": activation, "quantize": quantize, "row_scale": row_scale, **options}
-            return activated_product(lhs, rhs, group_sizes, gate, **more)
+            return _activated(lhs, rhs, group_sizes, gate, **more)
         lhs, lhs_scale, lhs_block = quantized_operand("lhs", lhs)
         rhs, rhs_scale, rhs_block = quantized_operand("rhs", rhs)
         options |= {"lhs_block": lhs_block, "rhs_block": rhs_block}
@@ -245,17 +245,18 @@ def grouped_matmul(
     return _grouped_matmul_activation(lhs, rhs, group_sizes, gate, row_scale, activation=activation, **options)
 
 
-def activated_product(
+def _activated(
     lhs: Any, rhs: Any, group_sizes: Any, gate: Any, *, row_scale: Any = None, quantize: Any = None, **options: Any
 ) -> Any:
-    """Return the activation of the matmul of groups of 8-bit rows; see `grouped_matmul` for the arguments."""
+    """Return the activation of a matmul of groups with 8-bit operands; see `grouped_matmul` for the arguments."""
     lhs, lhs_scale, lhs_block = quantized_operand("lhs", lhs)
     rhs, rhs_scale, rhs_block = quantized_operand("rhs", rhs)
     pair = None
     if gate is not None:
         values, scale, block = quantized_operand("gate", gate)
         if block != rhs_block:
-            raise ArgumentError(f"gate must be Quantized in rhs's blocks, {rhs_block}; got {type_text(gate)}, {block}.")
+            wanted = "an array like rhs" if rhs_block is None else f"Quantized in rhs's blocks, {rhs_block}"
+            raise ArgumentError(f"gate must be {wanted}; got {type_text(gate)}, {block}.")
         pair = (values, scale)
     options |= {"lhs_block": lhs_block, "rhs_block": rhs_block, "quantize": quantize}
     found = _quantized_grouped_activation(

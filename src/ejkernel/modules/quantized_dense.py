@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -19,7 +19,7 @@ from ejkernel.kernels._options import type_text
 from ejkernel.kernels.quantized_matmul.operation import OUTPUTS
 from ejkernel.kernels.quantized_matmul.quantized import LARGEST, Quantized, canonical_dtype, quantize_by
 from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
-from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.errors import ArgumentError, UnsupportedError
 from ejkernel.ops.utils.messages.names import names_checked
 from ejkernel.ops.utils.values.signature import is_array
 
@@ -245,6 +245,30 @@ def _rows(x: jax.Array) -> jax.Array:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 is undefined for an empty array
 
 
+def _once(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a rule of a gradient, whose results raise if they are differentiated."""
+
+    @functools.wraps(rule)
+    def found(recipe: _Recipe, *args: Any) -> Any:
+        return rule(recipe, *_of_first_gradient(*args))
+
+    return found
+
+
+@jax.custom_jvp
+def _of_first_gradient(*args: Any) -> Any:
+    return args
+
+
+@_of_first_gradient.defjvp
+def _no_second_derivative(*_: Any) -> Any:
+    raise UnsupportedError(
+        "quantized_dense and quantized_grouped_dense have no second derivative, because their gradient rounds to 8 "
+        "bits. Use x @ w or grouped_matmul in what is differentiated twice, or pass jax.lax.stop_gradient of all "
+        "arguments to the inner gradient."
+    )
+
+
 # Current scaling.
 
 
@@ -253,10 +277,12 @@ def _dense(recipe: _Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
     return recipe.product(quantize(x, dtype=recipe.dtype), quantize(w.T, dtype=recipe.dtype), x.dtype)
 
 
+@_once
 def _dense_forward(recipe: _Recipe, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
     return _dense(recipe, x, w), (x, w)
 
 
+@_once
 def _dense_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = residuals
     dx = recipe.product(quantize(dout, dtype=recipe.gradient_dtype), quantize(w, dtype=recipe.dtype), x.dtype)
@@ -274,10 +300,12 @@ def _grouped(recipe: _Recipe, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) 
     return recipe.groups(quantize(lhs, dtype=recipe.dtype), matrices, sizes, lhs.dtype)
 
 
+@_once
 def _grouped_forward(recipe: _Recipe, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
     return _grouped(recipe, lhs, rhs, sizes), (lhs, rhs, sizes)
 
 
+@_once
 def _grouped_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
     lhs, rhs, sizes = residuals
     rows, matrices = quantize(dout, dtype=recipe.gradient_dtype), quantize(rhs, dtype=recipe.dtype)
@@ -296,12 +324,14 @@ def _blocked(recipe: _Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
     return recipe.product(quantize(x, dtype=recipe.dtype, block=BLOCK), _squares(recipe, w), x.dtype)
 
 
+@_once
 def _blocked_forward(recipe: _Recipe, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
     (rows, columns), squares = quantize_both(_rows(x), dtype=recipe.dtype), _squares(recipe, w)
     out = recipe.product(rows, squares, x.dtype).reshape(*x.shape[:-1], w.shape[1])
     return out, (columns, squares, _Type.of(x), _Type.of(w))
 
 
+@_once
 def _blocked_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array]:
     columns, squares, x, w = residuals
     rows, gradients = quantize_both(_rows(dout), dtype=recipe.gradient_dtype, square=True)
@@ -327,11 +357,13 @@ def _blocked_groups(recipe: _Recipe, lhs: jax.Array, rhs: jax.Array, sizes: jax.
     return recipe.groups(rows, _squares(recipe, rhs), sizes, lhs.dtype)
 
 
+@_once
 def _blocked_groups_forward(recipe: _Recipe, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> tuple[Any, Any]:
     (rows, columns), squares = quantize_both(lhs, sizes, dtype=recipe.dtype), _squares(recipe, rhs)
     return recipe.groups(rows, squares, sizes, lhs.dtype), (columns, squares, sizes, _Type.of(lhs), _Type.of(rhs))
 
 
+@_once
 def _blocked_groups_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
     columns, squares, sizes, lhs, rhs = residuals
     rows, gradients = quantize_both(dout, sizes, dtype=recipe.gradient_dtype, square=True)
@@ -359,6 +391,7 @@ def _delayed_forward(
     return recipe.product(x8, _turned(w8), x.dtype), (x8, w8, following, (_Type.of(x), _Type.of(w)))
 
 
+@_once
 def _delayed_backward(recipe: _Recipe, residuals: tuple[Any, ...], dout: jax.Array) -> tuple[Any, ...]:
     x8, w8, following, (x, w) = residuals
     gradient = _by_history(dout, following.gradient, recipe.gradient_dtype)
@@ -371,7 +404,7 @@ def _delayed_backward(recipe: _Recipe, residuals: tuple[Any, ...], dout: jax.Arr
     )
 
 
-_delayed.defvjp(_delayed_forward, _delayed_backward)
+_delayed.defvjp(_once(_delayed_forward), _delayed_backward)
 
 
 def _turned(array: Quantized) -> Quantized:

@@ -40,7 +40,6 @@ from ejkernel.ops.utils.values.signature import is_array
 from .grouped_matmul import (
     QuantizedGroupedActivationConfig,
     QuantizedGroupedMatmulConfig,
-    activated_product,
     grouped_matmul,
 )
 
@@ -125,6 +124,8 @@ def quantize_both(
     With `group_sizes` each group begins a block of the columns, for `grouped_matmul_wgrad`: they are
     `[k, 128 * (m // 128 + groups + 1)]`, a group takes as many blocks of 128 as it needs, and there are zeros behind
     its rows and behind the last group. So no block has rows of two groups. Rows past the last group have no column.
+    Over a mesh each device then needs all rows of its columns of `x`: shard `x` along `k`. Rows that are sharded are
+    gathered over automatic axes, and raise over explicit ones.
 
     With `square`, 128x128 numbers of the columns share a scale, as in `quantize(x.T, block=128, axis=(0, 1))`. The
     gradient of matrices is faster with such columns as its right operand: see `grouped_matmul_wgrad`.
@@ -162,7 +163,7 @@ def quantized_matmul(
     x_scale: Float[Array, ...] | None = None,
     w_scale: Float[Array, ...] | None = None,
     activation: Literal["silu", "gelu", "relu", "relu2"] | None = None,
-    gate: Quantized | None = None,
+    gate: Quantized | Num[Array, "k n"] | Num[Array, "n k"] | None = None,
     row_scale: Float[Array, "*rows"] | None = None,
     quantize: None = None,
     transpose_w: bool = False,
@@ -198,7 +199,7 @@ def quantized_matmul(
     x_scale: Float[Array, ...] | None = None,
     w_scale: Float[Array, ...] | None = None,
     activation: Literal["silu", "gelu", "relu", "relu2"] | None = None,
-    gate: Quantized | None = None,
+    gate: Quantized | Num[Array, "k n"] | Num[Array, "n k"] | None = None,
     row_scale: Float[Array, "*rows"] | None = None,
     quantize: DTypeLike | None = None,
     transpose_w: bool = False,
@@ -213,9 +214,9 @@ def quantized_matmul(
         y = quantized_matmul(quantize(x), w8, transpose_w=True)
 
     The tensor cores of Hopper GPUs keep few bits of a float8 sum: sums of 7,168 positive products come out 12 % too
-    small, by cuBLASLt as well. By default partial sums are therefore added in float32, every 256 of `k`.
-    `accumulation="fast"` leaves them in the tensor core, which is 2 to 8 % faster; its error on data with mean zero was
-    0.25 %. int8 sums are exact either way.
+    small, of 16,384 24 %, by cuBLASLt as well. By default partial sums are therefore added in float32, every 256 of
+    `k`. `accumulation="fast"` leaves them in the tensor core, which is 2 to 8 % faster; its error on data with mean
+    zero was 0.25 % at 7,168. int8 sums are exact either way.
 
     A scale may be one number, one for each row of `x` or column of `w`, or one for each block along `k`. `mosaic_gpu`
     runs two 8-bit operands with scales of rows, columns or arrays, or of 1x128 blocks by 128x128 blocks, and `w` as
@@ -224,15 +225,16 @@ def quantized_matmul(
     A bfloat16, float16 or float32 operand has a gradient: the matmul of the result's gradient and the other,
     dequantised operand. Differentiating a quantised operand raises. `quantized_dense` quantises both and trains.
 
-    Two 8-bit operands take an activation and a gate: the result is `activation(x @ w) * (x @ gate)`, computed from
-    float32 sums. With `quantize` it is `Quantized`, too, with a scale for 128 columns of a row, as the next matmul
-    takes it:
+    Activation, gate and factors of rows: the result is `activation(x @ w) * (x @ gate) * row_scale`, computed from
+    float32 sums. With an activation or a gate this is the operation `quantized_grouped_activation` with one group,
+    whose gradient computes the matmuls again. `row_scale` alone makes it `quantized_grouped_matmul` with one group. On
+    Hopper GPUs `mosaic_gpu` has these epilogues for two 8-bit operands, and for at most 64 rows in 16 bits.
+
+    If both operands have 8 bits, `quantize` makes the result `Quantized`, too, with a scale for 128 columns of a row,
+    as the next matmul takes it:
 
         h8 = quantized_matmul(x8, w8, activation="silu", gate=gate8, transpose_w=True, quantize="float8_e4m3fn")
         y = quantized_matmul(h8, down8, transpose_w=True)  # down8 = quantize(down.T, block=128, axis=(0, 1))
-
-    This is the operation `quantized_grouped_activation` with one group, without a gradient. `row_scale` makes the call
-    one of `quantized_grouped_matmul` with one group.
 
     Under `jit` over a mesh the call splits itself by rows, columns and `k`, and scales are sharded like their operands.
     Blocks are never cut. Inside `jax.shard_map` each shard must begin and end with a block.
@@ -243,10 +245,10 @@ def quantized_matmul(
         x_scale: Factors of an 8-bit array `x`: a number, `[m]` for each row of a matrix, or an array of the same rank
             whose sizes divide those of `x`.
         w_scale: Factors of an 8-bit array `w`: a number, `[n]`, or an array of the same rank.
-        activation: Activation of the result of two 8-bit operands: `silu`, `gelu` (the tanh approximation), `relu`, or
-            `relu2`, its square; or `None`.
-        gate: A second matrix, quantised like `w`; the result is multiplied by `x @ gate`.
-        row_scale: A factor for each row of the result; not with `quantize`. It has a gradient without an activation.
+        activation: Activation of the result: `silu`, `gelu` (the tanh approximation), `relu`, `relu2`, its square, or
+            `None`.
+        gate: A second matrix in the form of `w`, quantised if `w` is; the result is multiplied by `x @ gate`.
+        row_scale: A factor for each row of the result; not with `quantize`. It has a gradient.
         quantize: Dtype of a result in 8 bits: `float8_e4m3fn`, `float8_e5m2` or `int8`.
         transpose_w: Whether `w` is `[n, k]`, as Hopper's tensor cores read 8-bit numbers.
         preferred_element_type: Dtype of the result: bfloat16, float16 or float32. By default that of the operand
@@ -273,15 +275,13 @@ def quantized_matmul(
         "accumulation": accumulation,
         "implementation": implementation,
     }
-    grouped = options | {"transpose_rhs": transpose_w, "row_scale": _checked_row_scale(row_scale, x), "cfg": cfg}
-    if quantize is not None or activation is not None or gate is not None:
+    if any(given is not None for given in (quantize, activation, gate, row_scale)):
         for name, value in {"preferred_element_type": preferred_element_type, "row_scale": row_scale}.items():
             if quantize is not None and value is not None:
                 raise ArgumentError(f"{name} must be None with quantize, got {value_text(value)}.")
-        grouped |= {"activation": activation, "quantize": quantize}
-        return _activated((x, x_scale, x_block), (w, w_scale, w_block), gate, grouped)
-    if row_scale is not None:
-        return _scaled((x, x_scale, x_block), (w, w_scale, w_block), grouped)
+        options |= {"row_scale": _checked_row_scale(row_scale, x), "activation": activation, "quantize": quantize}
+        options |= {"transpose_rhs": transpose_w, "cfg": cfg}
+        return _of_groups((x, x_scale, x_block), (w, w_scale, w_block), gate, options)
     chosen: Any = cfg
     return _quantized_matmul(
         x,
@@ -296,36 +296,28 @@ def quantized_matmul(
     )
 
 
-def _activated(x: Any, w: Any, gate: Any, options: dict[str, Any]) -> Any:
-    """Return the activation of a matmul: that of one group of rows."""
-    (values, scale, block), matrix = x, Quantized(*w)
-    if None in (block, matrix.block):
-        raise ArgumentError(
-            "x and w must be in 8 bits, with scales, to pass activation=, gate= or quantize=; see quantize."
-        )
-    shape = values.shape
-    rows = Quantized(flat(values), flat(scale), flat_block(block))
-    if gate is not None:
-        if not is_quantized(gate):
-            raise ArgumentError(f"gate must be Quantized like w; got {type_text(gate)}.")
-        gate = _one_group(gate if isinstance(gate, Quantized) else Quantized.from_qwix(gate))
-    sizes = jnp.full((1,), rows.shape[0], jnp.int32)
-    found = activated_product(rows, _one_group(matrix), sizes, gate, **options)
-    if not isinstance(found, Quantized):
-        return _with_rows(found, shape)
-    block = (1,) * (len(shape) - 1) + found.block[1:]
-    return Quantized(_with_rows(found.values, shape), _with_rows(found.scale, shape), block)
-
-
-def _scaled(x: Any, w: Any, options: dict[str, Any]) -> Any:
-    """Return the matmul with factors of rows: that of one group of rows."""
-    (values, scale, block), (matrix, _, matrix_block) = x, w
-    if block is None and matrix_block is None:
-        raise ArgumentError("x or w must be in 8 bits, with scales, to pass row_scale=; see quantize.")
+def _of_groups(x: Any, w: Any, gate: Any, options: dict[str, Any]) -> Any:
+    """Return a matmul with an epilogue: that of one group of rows."""
+    (values, scale, block), (matrix, _, w_block) = x, w
+    if block is None and w_block is None:
+        names = ("activation", "gate", "quantize", "row_scale")
+        asked = [f"{name}=" for name in names if (gate if name == "gate" else options[name]) is not None]
+        raise ArgumentError(f"x or w must be in 8 bits, with scales, to pass {', '.join(asked)}; see quantize.")
+    if options["quantize"] is not None and None in (block, w_block):
+        raise ArgumentError("x and w must be in 8 bits to pass quantize=; see quantize, or quantize the result.")
     rows = flat(values) if block is None else Quantized(flat(values), flat(scale), flat_block(block))
-    group = matrix[None] if matrix_block is None else _one_group(Quantized(*w))
+    group = matrix[None] if w_block is None else _one_group(Quantized(*w))
+    if gate is not None:
+        if is_quantized(gate) != (w_block is not None) or not (is_quantized(gate) or is_array(gate)):
+            wanted = "an array" if w_block is None else "Quantized"
+            raise ArgumentError(f"gate must be {wanted} like w; got {type_text(gate)}.")
+        gate = gate[None] if w_block is None else _one_group(gate)
     sizes = jnp.full((1,), rows.shape[0], jnp.int32)
-    return _with_rows(grouped_matmul(rows, group, sizes, **options), values.shape)
+    found = grouped_matmul(rows, group, sizes, gate=gate, **options)
+    if not isinstance(found, Quantized):
+        return _with_rows(found, values.shape)
+    block = (1,) * (len(values.shape) - 1) + found.block[1:]
+    return Quantized(_with_rows(found.values, values.shape), _with_rows(found.scale, values.shape), block)
 
 
 def _checked_row_scale(row_scale: Any, x: Any) -> Any:
@@ -345,8 +337,9 @@ def _with_rows(array: Any, shape: Sequence[int]) -> Any:
     return array.reshape(*shape[:-1], array.shape[-1])
 
 
-def _one_group(w: Quantized) -> Quantized:
+def _one_group(w: Any) -> Quantized:
     """Return a matrix as that of the only group."""
+    w = w if isinstance(w, Quantized) else Quantized.from_qwix(w)
     if len(w.values.shape) != 2 or w.block is None:
         raise ArgumentError(f"w and gate must be quantised matrices; got {type_text(w.values)}.")
     return Quantized(w.values[None], w.scale[None], (1, *full_block(w.block, 2)))

@@ -558,7 +558,14 @@ def test_tiles_with_a_bias_have_the_size_that_takes_the_fewest_rounds():
 
 @pytest.mark.parametrize(
     ("dim", "queries", "expected"),
-    [(256, 1024, (64, 1)), (240, 577, (64, 1)), (208, 650, (96, 1)), (152, 1391, (128, 1)), (144, 700, (128, 2))],
+    [
+        (256, 1024, (64, 1)),
+        (240, 577, (64, 1)),
+        (208, 650, (64, 2)),
+        (208, 2177, (96, 1)),
+        (152, 1391, (128, 1)),
+        (144, 700, (128, 2)),
+    ],
 )
 def test_full_calls_with_wide_heads_are_persistent(dim, queries, expected):
     sizes = {"queries": queries, "keys": queries, "head_dim": dim, "value_dim": dim}

@@ -102,6 +102,51 @@ def test_weights_below_the_precision_of_float16_keep_their_digits(params):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("filler", [1e30, np.nan])
+@pytest.mark.parametrize("lengths", [True, False], ids=["lengths", "mask"])
+def test_padding_of_any_value_changes_nothing(filler, lengths):
+    case = dataclasses.replace(SMALL, rules=dataclasses.replace(CAUSAL, right=None))
+    ends = jnp.asarray([40, 64], jnp.int32)
+    counts = jnp.arange(64)[None] < ends[:, None]
+    given = {"query_lengths": ends, "key_lengths": ends} if lengths else {"attention_mask": counts[:, None, None]}
+    operands, dout = case.operands()._replace(**given), random_cotangent(case)
+    names = ("query", "key", "value") if lengths else ("key", "value")
+    padded = {name: jnp.where(counts[..., None, None], getattr(operands, name), filler) for name in names}
+    expected = results(operands, case.rules, dout)[0]
+    if lengths:
+        dout = jnp.where(counts[..., None, None], dout, filler)
+    forward, backward = programs(case.rules, FUSED)
+    padded = operands._replace(**padded)
+    found = (*forward(padded), *backward(padded, expected[:2], dout)[:3])
+    assert_digits(found, expected)
+
+
+@pytest.mark.slow
+def test_nan_in_one_example_leaves_the_factors_of_others():
+    case = dataclasses.replace(SMALL, bias=(1, 2, 64, 64))
+    operands, dout = case.operands(), 1e6 * random_cotangent(case)
+    operands = operands._replace(value=operands.value * 1e6)
+    expected = results(operands, case.rules, dout)[1]
+    broken = operands._replace(value=operands.value.at[1].set(jnp.nan))
+    forward, backward = programs(case.rules, FUSED)
+    residuals = expected[0].at[1].set(jnp.nan), expected[1]
+    found = (*forward(broken), *backward(broken, residuals, dout.at[1].set(jnp.nan))[:3])
+    assert_digits([x[0] for x in found], [x[0] for x in expected[:5]])
+
+
+@pytest.mark.slow
+def test_rows_that_see_far_larger_values_elsewhere_stay_in_range():
+    rules = dataclasses.replace(CAUSAL, right=None, partial=True)
+    whole = dataclasses.replace(SMALL, keys=128, rules=rules).operands()
+    whole = whole._replace(value=whole.value.at[:, 64:].multiply(1e4))
+    dout = random_cotangent(SMALL)
+    residuals, expected = reference_with_gradients(whole, rules, dout, ("query", "key", "value"))
+    part = whole._replace(key=whole.key[:, :64], value=whole.value[:, :64])
+    _, backward = programs(rules, FUSED)
+    assert_digits(backward(part, residuals, dout)[1:3], [x[:, :64] for x in expected[1:]])
+
+
+@pytest.mark.slow
 def test_a_bias_of_all_examples_has_a_gradient_of_its_dtype():
     case = dataclasses.replace(SMALL, bias=(1, 2, 64, 64))
     operands, dout = case.operands(), random_cotangent(case)

@@ -58,6 +58,17 @@ def test_a_bias_is_part_of_a_single_block():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpu")
+def test_a_single_visible_block_is_not_the_only_one():
+    """The first queries see no key, and have blocks of their own."""
+    case = Case(batch=1, queries=24, keys=4, rules=Rules(scale=0.3, left=0, right=0))
+    operands = case.operands()
+    found = XLA.attend(operands, case.rules, FwdParams(q_blocksize=4, kv_blocksize=4))
+    for one, other in zip(found, attention(operands, case.rules), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("change", "blocks", "count"),
     [

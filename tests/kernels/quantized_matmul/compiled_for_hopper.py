@@ -37,14 +37,15 @@ def dense(dtypes, rows=M, **options):
     return (x, w, *[shape and jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]), options
 
 
-def grouped(dtypes, **options):
+def grouped(dtypes, rows=M, groups=GROUPS, **options):
     """Return the arguments of a product of groups."""
-    shapes = (M, K), (GROUPS, N, K)
+    shapes = (rows, K), (groups, N, K)
     lhs, rhs = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
-    options = {"lhs_block": (1, None), "rhs_block": (1, 1, None), "transpose_rhs": True, **options}
-    shapes = [scale_shape(array.shape, options[name]) for array, name in ((lhs, "lhs_block"), (rhs, "rhs_block"))]
-    scales = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
-    return (lhs, rhs, jax.ShapeDtypeStruct((GROUPS,), "int32"), *scales), options
+    own = {} if "float16" in dtypes[0] else {"lhs_block": (1, None)}
+    options = {**own, "rhs_block": (1, 1, None), "transpose_rhs": True, **options}
+    blocks = (lhs, options.get("lhs_block")), (rhs, options["rhs_block"])
+    scales = [block and jax.ShapeDtypeStruct(scale_shape(array.shape, block), "float32") for array, block in blocks]
+    return (lhs, rhs, jax.ShapeDtypeStruct((groups,), "int32"), *scales), options
 
 
 def gradient(dtypes, *, square=False):
@@ -56,10 +57,11 @@ def gradient(dtypes, *, square=False):
 
 
 def activation(dtypes, *, gated=True, **options):
-    """Return the arguments of an activation of groups in 8 bits."""
+    """Return the arguments of an activation of groups; rows in 16 bits have factors."""
     (lhs, rhs, sizes, lhs_scale, rhs_scale), options = grouped(dtypes, **options)
     gate = [(rhs, rhs_scale)] if gated else []
-    return (lhs, rhs, sizes, lhs_scale, rhs_scale, *gate), {"activation": "silu"} | options
+    factors = [] if lhs_scale else [jax.ShapeDtypeStruct(lhs.shape[:1], "float32")]
+    return (lhs, rhs, sizes, lhs_scale, rhs_scale, *gate, *factors), {"activation": "silu"} | options
 
 
 def calls():
@@ -73,6 +75,11 @@ def calls():
     yield "few rows", quantized_matmul, *dense(both, rows=64)
     for x, w in (("bfloat16", both[0]), ("bfloat16", "float8_e5m2"), ("bfloat16", "int8"), ("float16", "int8")):
         yield f"few rows of {x} by {w}", quantized_matmul, *dense((x, w), rows=64)
+        for groups in (1, GROUPS):
+            name = f"few rows of {x} by {w}, {groups} groups"
+            yield name, quantized_grouped_matmul, *grouped((x, w), rows=64 * groups, groups=groups)
+            name += ", with a gate"
+            yield name, quantized_grouped_activation, *activation((x, w), rows=64 * groups, groups=groups)
     x = jax.ShapeDtypeStruct((M, K), "bfloat16")
     yield "quantising", quantize_blocks, (x,), {"transposed": True}
     groups = jax.ShapeDtypeStruct((GROUPS,), "int32")

@@ -181,14 +181,44 @@ def test_wide_activations_follow_the_plain_ones():
     np.testing.assert_allclose(dense[0] * factors[2:5, None], found[2:5], rtol=0.01)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("gated", [False, True], ids=["no gate", "gated"])
+@pytest.mark.parametrize("wide", ["lhs", "rhs"])
+def test_one_operand_without_scales_has_a_gradient(wide, gated):
+    x, w, gate = operands(6, 40, 128, 2)
+    sizes, factors = jnp.asarray([2, 3], jnp.int32), jnp.linspace(1, 2, 6)
+    rows, matrices = x.dequantize(), (w.dequantize(), gate.dequantize())
+    given = (rows, factors) if wide == "lhs" else (matrices, factors)
+
+    def ours(own, factors):
+        lhs, (rhs, other) = (own, (w, gate)) if wide == "lhs" else (x, own)
+        return one(lhs, rhs, other, factors)
+
+    def plain(own, factors):
+        lhs, (rhs, other) = (own, matrices) if wide == "lhs" else (rows, own)
+        return one(lhs, rhs, other, factors)
+
+    def one(lhs, rhs, other, factors):
+        options = {"activation": "silu", "gate": other if gated else None, "row_scale": factors, "transpose_rhs": True}
+        return grouped_matmul(lhs, rhs, sizes, **options)
+
+    for function in (lambda run: run(*given), lambda run: jax.grad(lambda *a: jnp.sin(run(*a)).sum(), (0, 1))(*given)):
+        for found, expected in zip(*(jax.tree.leaves(function(run)) for run in (ours, plain)), strict=True):
+            assert found.dtype == jnp.float32
+            np.testing.assert_allclose(found, expected, atol=1e-4 * float(jnp.abs(expected).max()), rtol=1e-3)
+
+
 X, W, GATE = operands(4, 8, 128, 1)
 MATRIX = Quantized(W.values[0], W.scale[0], W.block[1:])
+DENSE = MATRIX.dequantize()
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: quantized_matmul(X.dequantize(), MATRIX, transpose_w=True, gate=MATRIX), "to pass activation=, gate="),
+        (lambda: quantized_matmul(X.dequantize(), DENSE, transpose_w=True, gate=DENSE), "x or w must .* to pass gate="),
+        (lambda: quantized_matmul(X, DENSE, transpose_w=True, gate=MATRIX), "gate must be an array like w"),
+        (lambda: quantized_matmul(X, DENSE, transpose_w=True, gate=DENSE[:4]), r"gate must be like rhs, float32\[1, 8"),
         (lambda: quantized_matmul(X, MATRIX, quantize=E4M3, preferred_element_type="float32"), "must be None with"),
         (lambda: quantized_matmul(X.dequantize(), MATRIX, transpose_w=True, quantize=E4M3), "must be in 8 bits"),
         (lambda: quantized_matmul(X, MATRIX, quantize=E4M3, gate=jnp.ones((8, 128))), "gate must be Quantized"),
@@ -196,9 +226,8 @@ MATRIX = Quantized(W.values[0], W.scale[0], W.block[1:])
         (lambda: grouped(X, W, quantize="int4"), "quantize must be one of"),
         (lambda: grouped(X, W, row_scale=jnp.ones(4)), "row_scale must be None with quantize"),
         (lambda: grouped(X.dequantize(), W), "must both be Quantized"),
-        (lambda: grouped(X.dequantize(), W, quantize=None, activation="silu"), "must both be Quantized"),
         (lambda: grouped(X, W, gate=jax.tree.map(lambda a: a[:, :4], GATE)), "gate must be Quantized like rhs"),
-        (lambda: grouped(X, W, gate=Quantized(GATE.values, GATE.scale, (1, 8, None))), "gate must be Quantized in"),
+        (lambda: grouped(X, W, gate=quantize(GATE.dequantize(), axis=(1, 2))), "gate must be Quantized in"),
         (lambda: grouped(X, W, quantize=None, gate=GATE, precision="highest"), "precision must be None"),
     ],
 )

@@ -152,7 +152,7 @@ def test_simulated_groups_have_no_races(mosaic, blocks):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dtype": "bfloat16", "lhs_block": None}, "lhs is bfloat16 and rhs is float8_e4m3fn"),
+        ({"dtype": "bfloat16", "lhs_block": None, "rows": 1000}, "lhs is bfloat16 and rhs is float8_e4m3fn"),
         ({"transpose_rhs": False}, "pass [n, k] with transpose_rhs=True"),
         ({"groups": 5000}, "1 to 4096 groups"),
         ({"lhs_block": (1, 128), "rhs_block": (None, 128, 128)}, "belong to one group"),

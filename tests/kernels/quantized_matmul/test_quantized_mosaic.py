@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ejkernel import compat
 from ejkernel.kernels.grouped_matmul.mosaic_gpu import plan as grouped_plan
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
+from ejkernel.kernels.quantized_matmul.mosaic_gpu import few_rows_plan as few_plans
 from ejkernel.kernels.quantized_matmul.mosaic_gpu import launch
 from ejkernel.kernels.quantized_matmul.mosaic_gpu import plan as plans
 from ejkernel.kernels.quantized_matmul.mosaic_gpu.implementation import MosaicGpu
@@ -51,7 +52,7 @@ def mosaic(monkeypatch):
     from jax.experimental.pallas import mosaic_gpu
 
     monkeypatch.setattr(grouped_plan, "MULTIPROCESSORS", 2)
-    monkeypatch.setattr(plans, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(few_plans, "MULTIPROCESSORS", 2)
     return mosaic_gpu
 
 
@@ -116,6 +117,12 @@ SIMULATED = {
     "few rows, int8": ((7, 200, 384), ("int8", "int8"), {"block_m": 64, "block_n": 96, "stages": 2}, {}),
     "few wide rows, int8": ((33, 300, 130), ("bfloat16", "int8"), {"block_m": 64, "block_n": 128}, {}),
     "few wide rows, e4m3": ((20, 200, 300), ("bfloat16", E4M3), {"block_m": 64, "block_n": 64, "stages": 2}, {}),
+    "few wide rows, float32": (
+        (20, 200, 300),
+        ("bfloat16", "int8"),
+        {"block_m": 64, "block_n": 64, "stages": 2},
+        {"preferred_element_type": "float32"},
+    ),
     "few wide rows, splits": ((20, 60, 1100), ("float16", "int8"), {"block_m": 64, "block_n": 64, "stages": 3}, {}),
     "few wide rows, e5m2": ((64, 500, 256), ("float16", E5M2), {"block_m": 64, "block_n": 256, "stages": 3}, {}),
     "int8, float16": (
@@ -264,7 +271,7 @@ def test_parameters_that_do_not_fit_few_rows_are_refused(params, message):
 @pytest.mark.parametrize(("inner", "columns"), [(28672, 8192), (14336, 4096), (8192, 28672), (5504, 4096)])
 def test_few_wide_rows_occupy_most_multiprocessors(inner, columns):
     call = dataclasses.replace(CALL, rows=64, inner=inner, columns=columns, x_dtype="bfloat16", x_block=None)
-    plan = plans.few_rows_plan(call, MosaicGpu().heuristic(call))
+    plan = few_plans.few_rows_plan(call, MosaicGpu().heuristic(call))
     assert plan.programs >= 112
     assert (plan.splits - 1) * plan.steps < inner // plans.STEP <= plan.splits * plan.steps
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import zipfile
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -132,14 +131,6 @@ def test_the_folder_of_the_user_does_not_list_it(chain_with, inv):
 def test_an_explanation_says_where_it_was_measured(chain_with, inv):
     text = str(Executor(chain_with(inv.key.device, 8)).explain(inv.kernel, *inv.args))
     assert f"shipped    rows=8  (measured on {inv.key.device} with JAX" in text
-
-
-def test_where_a_device_has_nothing_no_file_is_asked_for(tmp_path, monkeypatch):
-    PersistentCache(tmp_path).put(KEY, Tile(8))
-    shipped = ShippedConfigs(tmp_path)
-    assert shipped.find(KEY, Tile).config == Tile(8)
-    monkeypatch.setattr(Path, "joinpath", lambda *_: pytest.fail("a file was asked for"))
-    assert shipped.find(KEY._replace(device="cpu:any"), Tile) is None
 
 
 def test_the_package_may_be_in_an_archive(tmp_path):

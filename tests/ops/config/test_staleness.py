@@ -28,7 +28,6 @@ from ejkernel.ops.config.entries import text_of
 from ejkernel.ops.config.staleness import (
     Difference,
     StalePolicy,
-    default_stale_policy,
     differences,
     measured_with,
     space_digest,
@@ -242,7 +241,7 @@ def test_a_space_that_cannot_be_evaluated_has_no_digest():
 )
 def test_the_environment_sets_it(monkeypatch, text, policy):
     monkeypatch.setenv("EJKERNEL_STALE", text)
-    assert default_stale_policy() == policy
+    assert default_executor().chooser.policy.stale == policy
 
 
 @pytest.mark.parametrize("text", ["always", "jax", "jax=maybe", "python=use", "retune,jax=use", "jax=retune=use"])

@@ -140,7 +140,7 @@ class Pallas(Implementation[CallT], Generic[CallT]):
 
 
 def memory(call: RowNormCall, params: PallasParams) -> Need:
-    """Return the bytes of vector memory: two of each window of rows; and columns, vectors and float32 intermediates.
+    """Return the bytes of vector memory: two buffers per window of rows, columns, vectors and float32 intermediates.
 
     In 130 kernels compiled for v5e and v6e, these were up to 1.4 values per element forward, and 3.0 backward. A value
     per row takes a register's row.
@@ -237,7 +237,7 @@ def _differentiate(*refs: Any, formula: Formula, total: int) -> None:
     found = (found * scale).astype(dx.dtype)
     dx[...] = found if dsum is None else found + dsum
     terms = [*([] if weight is None else [dout * normal]), *([dout] if formula.bias else [])]
-    # Rows behind the last one may hold anything.
+    # Rows past the end of the array may hold any values.
     inside = pl.program_id(0) * x.shape[0] + lax.broadcasted_iota(jnp.int32, x.shape, 0) < total
     for ref, term in zip(sums, terms, strict=True):
         _add(ref, jnp.where(inside, term, 0) if total % x.shape[0] else term)

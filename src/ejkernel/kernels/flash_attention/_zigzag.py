@@ -6,6 +6,7 @@ The sequence is cut into `2 n` pieces for `n` devices, and device `i` has the pi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,8 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel import compat
+from ejkernel.kernels._numbers import is_integer
+from ejkernel.kernels._options import type_text
 from ejkernel.kernels._varying import Tree
 from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.utils.values.scalars import given_text
 
 
 def to_zigzag(tree: Tree, devices: int, *, axis: int = 1) -> Tree:
@@ -31,7 +36,8 @@ def to_zigzag(tree: Tree, devices: int, *, axis: int = 1) -> Tree:
         axis: The axis of the sequence in each array.
 
     Raises:
-        ArgumentError: A sequence's length is not divisible by `2 * devices`.
+        ArgumentError: `devices` is not a positive integer, an array lacks the axis, or a sequence's length is not
+            divisible by `2 * devices`.
     """
     return _reordered(tree, _zigzag_pieces(devices), axis)
 
@@ -45,12 +51,17 @@ def from_zigzag(tree: Tree, devices: int, *, axis: int = 1) -> Tree:
         axis: The axis of the sequence in each array.
 
     Raises:
-        ArgumentError: A sequence's length is not divisible by `2 * devices`.
+        ArgumentError: `devices` is not a positive integer, an array lacks the axis, or a sequence's length is not
+            divisible by `2 * devices`.
     """
     return _reordered(tree, _inverse(_zigzag_pieces(devices)), axis)
 
 
 def _zigzag_pieces(devices: int) -> list[int]:
+    if not is_integer(devices) or devices < 1:
+        raise ArgumentError(
+            f"devices must be the number of devices that share a sequence, an int >= 1; got {given_text(devices)}."
+        )
     return [piece for i in range(devices) for piece in (i, 2 * devices - 1 - i)]
 
 
@@ -62,6 +73,11 @@ def _reordered(tree: Tree, order: Sequence[int], axis: int) -> Tree:
     """Return arrays with the pieces of one axis in another order."""
 
     def reordered(x: Any) -> Any:
+        if not isinstance(x, np.ndarray | jax.Array) or not -x.ndim <= axis < x.ndim:
+            raise ArgumentError(
+                f"tree must consist of arrays that have the sequence as axis {axis}, got {type_text(x)}; pass axis=, "
+                "e.g. axis=0 for arrays without a batch."
+            )
         at, length = axis % x.ndim, x.shape[axis]
         if length % len(order):
             raise ArgumentError(
@@ -87,13 +103,13 @@ def to_natural_shard(x: jax.Array, axis: int, axes: tuple[str, ...]) -> jax.Arra
     """
     first, second = jnp.split(x, 2, axis)
     pieces = zip(_swapped(first, second, axes), _moves(axes), strict=True)
-    return jnp.concatenate([lax.ppermute(piece, axes, moves) for piece, moves in pieces], axis)
+    return jnp.concatenate([moved(piece, axes, moves) for piece, moves in pieces], axis)
 
 
 def to_zigzag_shard(x: jax.Array, axis: int, axes: tuple[str, ...]) -> jax.Array:
     """Return this device's shard in zig-zag order, given its shard in natural order: the inverse."""
     pieces = zip(jnp.split(x, 2, axis), _moves(axes), strict=True)
-    even, odd = (lax.ppermute(piece, axes, [(to, source) for source, to in moves]) for piece, moves in pieces)
+    even, odd = (moved(piece, axes, [(to, source) for source, to in moves]) for piece, moves in pieces)
     return jnp.concatenate(_swapped(even, odd, axes), axis)
 
 
@@ -109,3 +125,18 @@ def _swapped(first: jax.Array, second: jax.Array, axes: tuple[str, ...]) -> tupl
     """Return the arrays in this order on devices with an even number, else in the other."""
     is_even = lax.axis_index(axes) % 2 == 0
     return jnp.where(is_even, first, second), jnp.where(is_even, second, first)
+
+
+def moved(x: jax.Array, axes: tuple[str, ...], moves: Sequence[tuple[int, int]]) -> jax.Array:
+    """Return an array of another device, as `lax.ppermute`, whose devices are numbered in the order of `axes`.
+
+    `lax.ppermute` numbers them in the order of the mesh, and later versions of JAX refuse other orders.
+    """
+    ordered = compat.in_mesh_order(axes)
+    if ordered != axes:
+        sizes = [lax.axis_size(axis) for axis in ordered]
+        in_mesh = np.arange(math.prod(sizes)).reshape(sizes).transpose([ordered.index(axis) for axis in axes])
+        numbers = in_mesh.ravel().tolist()
+        moves = [(numbers[source], numbers[to]) for source, to in moves]
+    found: jax.Array = lax.ppermute(x, ordered, moves)
+    return found

@@ -75,6 +75,8 @@ class Rules:
         cap_after_bias: Whether to cap the sum of product and bias instead.
         dropout_rate: The probability of dropping a weight; the others are divided by `1 - dropout_rate`.
         precision: The matmul precision, a name of `jax.lax.Precision`; `None` for JAX's default.
+        partial: Whether the rows see more keys than those of the call, and the output and log-sum-exp that the backward
+            gets are over all of them; see `context`.
     """
 
     scale: float
@@ -84,6 +86,7 @@ class Rules:
     cap_after_bias: bool = False
     dropout_rate: float = 0.0
     precision: str | None = None
+    partial: bool = False
 
     def at_lengths(self, queries: int, keys: int) -> Rules:
         """Return the rules without the sides of a window that hide no key at these lengths, e.g. 4,095 of 2,048."""

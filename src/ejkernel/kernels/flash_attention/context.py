@@ -28,9 +28,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels._varying import unify_varying
+from ejkernel.kernels._varying import of_any_example, unify_varying
 
-from ._zigzag import from_zigzag, to_natural_shard, to_zigzag, to_zigzag_shard
+from ._zigzag import from_zigzag, moved, to_natural_shard, to_zigzag, to_zigzag_shard
 from .common import EMPTY_ROW_LSE, Operands, Residuals, accumulator, returned_lse
 
 Sides = tuple[int | None, int | None]
@@ -348,7 +348,7 @@ class _Walk:
         own = self.operands.query_segments
         if own is not None and keys.segments is not None:
             visible &= jnp.any((keys.segments.max(1) >= own.min(1)) & (own.max(1) >= keys.segments.min(1)))
-        return visible
+        return of_any_example(visible)
 
     def _key_lengths(self, shard: Any) -> jax.Array | None:
         return self._local(self.operands.key_lengths, shard, self.columns)
@@ -377,7 +377,7 @@ class _Walk:
         """Return what the device `by` places before has; without `wraps`, zeros where no such device exists."""
         ends = [(i, i + by) for i in range(self.count)]
         moves = [(i, to % self.count) for i, to in ends if wraps or 0 <= to < self.count]
-        return jax.tree.map(lambda x: lax.ppermute(x, self.context.axes, moves), tree)
+        return jax.tree.map(lambda x: moved(x, self.context.axes, moves), tree)
 
 
 def _band(sides: Sides, distance: int, length: int) -> Block | None:

@@ -203,7 +203,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
             return found
 
         def pull(operands: Operands, sides: Sides, residuals: Residuals, cotangents: Any) -> Any:
-            args, more = arguments_of(operands), own | _options_of(sides)
+            args, more = arguments_of(operands), own | _options_of(sides) | {"partial": True}
             out, lse = residuals
             given = (out, returned_lse(lse)) if own.get("return_lse") else out
             config = self._fitting(cfg, args, more, backward=True)
@@ -329,6 +329,7 @@ def _rules(options: dict[str, Any]) -> Rules:
         cap_after_bias=options.get("soft_cap_after_bias", False),
         dropout_rate=options.get("dropout_rate", 0.0),
         precision=options.get("precision"),
+        partial=options.get("partial", False),
     )
 
 

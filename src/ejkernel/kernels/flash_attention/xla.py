@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.kernels._numbers import has_small_range, normalized
-from ejkernel.kernels._varying import unify_varying
+from ejkernel.kernels._varying import of_any_example, unify_varying
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.values.signature import is_known
 
@@ -123,7 +123,7 @@ class Xla(AttentionImplementation):
             return cast(Residuals, split)
         grid = grid_of(call, params)
         blocks = grid.split(unify_varying(operands))
-        is_single = len(grid.pairs) == 1 and blocks.dropout_key is None and is_on_gpu(call)
+        is_single = len(grid.pairs) == grid.query_blocks == 1 and blocks.dropout_key is None and is_on_gpu(call)
         if is_single and (blocks.bias is None or not keeps_lse):
             out, lse = _attend_at_once(blocks, grid)
             return grid.join_queries(out.astype(operands.query.dtype)), grid.join_rows(lse)
@@ -189,7 +189,8 @@ class Xla(AttentionImplementation):
             rest=jnp.where(empty, 0, lse),
             delta=grid.split_rows(delta, fill=0),
         )
-        rows = _exact_rows(rows, blocks, grid)
+        if not rules.partial:  # the sums over all keys are not those over these
+            rows = _exact_rows(rows, blocks, grid)
         if dlse is not None:  # d lse / d logits are the weights, so dlse enters as -delta does
             rows = rows._replace(delta=rows.delta - grid.split_rows(dlse.astype(grid.dtype), fill=0))
         sums = (blocks.query, blocks.key, blocks.value, blocks.bias)
@@ -264,7 +265,8 @@ def _where_they_meet(
         meet.append(pair[1] * grid.kv_block < blocks.key_lengths)
     if not meet:
         return change(state, pair)
-    return lax.cond(functools.reduce(jnp.logical_and, meet).any(), change, lambda state, _: state, state, pair)
+    do_meet = of_any_example(functools.reduce(jnp.logical_and, meet).any())
+    return lax.cond(do_meet, change, lambda state, _: state, state, pair)
 
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]

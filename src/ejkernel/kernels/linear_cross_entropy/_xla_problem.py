@@ -167,7 +167,7 @@ class Problem:
         return d * self.call.logits_scale if self.call.logits_scale != 1 else d
 
     def gradients(self, s: jax.Array, lse: jax.Array, given: Coefficients, dtypes: tuple[Any, Any]) -> dict[str, Any]:
-        """Return the gradients of `x`, weight and bias in the dtypes of the first two; the bias's is wide."""
+        """Return the gradients of `x` and weight in `dtypes`, and that of the bias in the dtype of sums."""
         if has_small_range(self.call.dtype):
             given, factor = _in_range(given)
         else:

@@ -151,10 +151,7 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
     ) -> tuple[Any, ...]:
         """Return the gradient of the operand without scales, by another call; the other operand has none."""
         x, w, x_scale, w_scale = primals
-        shared: dict[str, Any] = {"accumulation": kwargs.get("accumulation", "exact")}
-        if asked := kwargs.get("implementation"):
-            # The matrix lies along the other axis there, which a requested implementation may not read.
-            shared["implementation"] = (*([asked] if isinstance(asked, str) else asked), "xla")
+        shared = gradient_options(kwargs)
         transposed, dout = kwargs.get("transpose_w", False), cotangents[0]
         if x_scale is None:
             shared |= {"w_block": kwargs["w_block"], "transpose_w": not transposed}
@@ -233,6 +230,15 @@ def example_operand(rng: np.random.Generator, array: Any, scale: Any, block: Blo
         scale_dtype=scale.dtype,
     )
     return made.values, made.scale
+
+
+def gradient_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that the calls of a gradient share with the forward."""
+    found: dict[str, Any] = {name: kwargs[name] for name in ("accumulation", "implementation") if name in kwargs}
+    if asked := found.get("implementation"):
+        # The matrix lies along the other axis there, which a requested implementation may not read.
+        found["implementation"] = tuple(dict.fromkeys([*([asked] if isinstance(asked, str) else asked), "xla"]))
+    return found
 
 
 def usual_result(x: Any, w: Any) -> str:

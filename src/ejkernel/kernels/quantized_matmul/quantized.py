@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal
 
 import jax
@@ -21,6 +22,7 @@ from jax.typing import DTypeLike
 from ejkernel import compat
 from ejkernel.kernels._numbers import accumulator, is_integer
 from ejkernel.kernels._options import type_text
+from ejkernel.ops.core.sharding.rule import WHOLE_BLOCKS
 from ejkernel.ops.core.sharding.split import mesh_axes
 from ejkernel.ops.errors import ArgumentError, UnsupportedError
 from ejkernel.ops.utils.error_text import value_text
@@ -32,12 +34,13 @@ _MANTISSA: Final = {"float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14)}  # stored
 SCALE_DTYPES: Final = ("float32", "bfloat16")
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=("block",))
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class Quantized:
     """8-bit numbers with a scale for each block: `dequantize()` is `values * scale`.
 
-    A pytree with two leaves, so it passes through `jit`, `vmap`, `scan` and checkpoints.
+    A pytree with two leaves, so it passes through `jit`, `vmap`, `scan`, `jax.export` and checkpoints. Made of two
+    arrays, it checks their dtypes and shapes; leaves may be anything else, e.g. shardings.
 
     Attributes:
         values: Numbers in `float8_e4m3fn`, `float8_e5m2` or `int8`.
@@ -50,6 +53,27 @@ class Quantized:
     values: jax.Array
     scale: jax.Array
     block: Block
+
+    def __post_init__(self) -> None:
+        if is_array(self.values) and is_array(self.scale):
+            _check_parts("", self)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Block]:
+        """Return the leaves with their names, and the blocks."""
+        key = jax.tree_util.GetAttrKey
+        return ((key("values"), self.values), (key("scale"), self.scale)), self.block
+
+    def tree_flatten(self) -> tuple[Any, Block]:
+        """Return the leaves, and the blocks."""
+        return (self.values, self.scale), self.block
+
+    @classmethod
+    def tree_unflatten(cls, block: Block, leaves: Iterable[Any]) -> Quantized:
+        """Return the object with these leaves, which may be anything."""
+        found = object.__new__(cls)
+        for name, value in zip(("values", "scale", "block"), (*leaves, block), strict=True):
+            object.__setattr__(found, name, value)
+        return found
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -88,6 +112,9 @@ class Quantized:
         if getattr(array, "zero_point", None) is not None:
             raise ArgumentError("zero_point must be None: scales here are factors alone; quantise symmetrically.")
         return given_scale("qvalue", array.qvalue, array.scale)
+
+
+compat.register_for_export(Quantized, "ejkernel.Quantized", json.dumps, lambda text: tuple(json.loads(text)))
 
 
 def quantize(
@@ -202,8 +229,8 @@ def _check_shards(x: jax.Array, block: Block) -> None:
         shard, b = x.shape[axis] // math.prod(mesh.shape[name] for name in mesh_axes(entry)), block[axis]
         if b is not None and shard < x.shape[axis] and shard % b:
             raise ArgumentError(
-                f"axis {axis} of x is sharded over {entry!r} into shards of {shard}, which cut blocks of {b}; use "
-                "jax.sharding.reshard to shard whole blocks first."
+                f"axis {axis} of x is sharded over {entry!r} into shards of {shard}, and blocks have {b}: "
+                f"{WHOLE_BLOCKS}; use jax.sharding.reshard to shard it otherwise first."
             )
 
 
@@ -236,20 +263,25 @@ def scale_shape(shape: Sequence[Any], block: Block) -> tuple[Any, ...]:
 
 def check_quantized(name: str, array: Quantized) -> None:
     """Raise an `ArgumentError` unless dtypes and shapes fit together."""
+    _check_parts(f"{name}.", array)
+
+
+def _check_parts(prefix: str, array: Quantized) -> None:
+    """See `check_quantized`; names of parts begin with `prefix`."""
     values, scale, block = (getattr(array, part) for part in ("values", "scale", "block"))
     if not is_array(values) or str(values.dtype) not in LARGEST:
-        raise ArgumentError(f"{name}.values must have dtype {', '.join(LARGEST)}; got {type_text(values)}.")
+        raise ArgumentError(f"{prefix}values must have dtype {', '.join(LARGEST)}; got {type_text(values)}.")
     rank = len(values.shape)
     if not isinstance(block, tuple) or not all(map(_is_size, block)) or set(block[: max(0, len(block) - rank)]) - {1}:
         raise ArgumentError(
-            f"{name}.block must be a tuple of positive integers or None, one per axis of {type_text(values)}, after 1 "
+            f"{prefix}block must be a tuple of positive integers or None, one per axis of {type_text(values)}, after 1 "
             f"for axes that indexing or jax.vmap took away; got {block!r}."
         )
     wanted = scale_shape(values.shape, block)
     if not is_array(scale) or str(scale.dtype) not in SCALE_DTYPES or tuple(scale.shape) != wanted:
         raise ArgumentError(
-            f"{name}.scale must be {' or '.join(SCALE_DTYPES)} of shape {wanted}: blocks {block} of "
-            f"{tuple(values.shape)}; got {type_text(scale)}. A shard must begin and end with a block."
+            f"{prefix}scale must be {' or '.join(SCALE_DTYPES)} of shape {wanted}: blocks {block} of "
+            f"{tuple(values.shape)}; got {type_text(scale)}. With several devices {WHOLE_BLOCKS}."
         )
 
 
@@ -323,6 +355,8 @@ def _canonical_block(block: Any, axis: Any, rank: int) -> Block:
     axes = range(rank) if axis is None else (axis,) if is_integer(axis) else axis
     if not isinstance(axes, Sequence) or not all(is_integer(a) and -rank <= a < rank for a in axes):
         raise ArgumentError(f"axis must be axes of x, which has {rank}, or None; got {axis!r}.")
+    if not axes and axis is not None:
+        raise ArgumentError(f"axis must name an axis along which elements share a scale, or be None; got {axis!r}.")
     numbers = [a % rank for a in axes]
     if len(set(numbers)) < len(numbers):
         raise ArgumentError(f"axis must name each axis once; got {axis!r}.")

@@ -14,7 +14,7 @@ import dataclasses
 import datetime
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -24,13 +24,11 @@ from ejkernel.ops.config._files import (
     UnusableError,
     file_name,
     identity,
-    listed,
     location,
     or_unusable,
     provenance,
     read_file,
     restored_key,
-    slug,
     warn_of,
 )
 from ejkernel.ops.core.declared_names import read_config, type_name
@@ -230,6 +228,15 @@ def read_at(
     return parsed(raw, Path(file) if isinstance(file, (str, Path)) else None)
 
 
+def saved_in(persistent: Any, key: ConfigKey, cfg_type: object) -> Iterator[tuple[Any, StoredEntry | None]]:
+    """Yield the configurations of a key in a cache with their entries; a user-defined cache may have no entries."""
+    found = getattr(persistent, "found", None)
+    if found is not None:
+        yield from found(key, cfg_type)
+    elif (config := persistent.get(key, cfg_type=cfg_type)) is not None:
+        yield config, None
+
+
 @or_unusable
 def parsed(raw: bytes, path: Path | None) -> StoredEntry:
     """Return the entry of a file's content.
@@ -282,16 +289,11 @@ class Shipped(NamedTuple):
         return f"measured on {known.get('device')} with {versions}{together}"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class ShippedConfigs:
-    """The configurations in a folder of the package. A lookup for a device without any reads no file.
+    """The configurations in a folder of the package, with the layout of a `PersistentCache`."""
 
-    Args:
-        folder: A folder with the layout of a `PersistentCache`.
-    """
-
-    def __init__(self, folder: Traversable) -> None:
-        self.folder = folder
-        self._devices = frozenset(place.name for place in listed(folder))
+    folder: Traversable
 
     def find(self, key: ConfigKey, cfg_type: object) -> Shipped | None:
         """Return the shipped configuration for the exact device of a key; warn about an unusable entry.
@@ -300,8 +302,6 @@ class ShippedConfigs:
             key: The key of the call.
             cfg_type: The configuration type; see `PersistentCache.get`.
         """
-        if slug(key.device) not in self._devices:
-            return None
         try:
             entry = entry_in(self.folder, key, follow_links=True)  # some installers link files
             return None if entry is None else Shipped(decoded(entry, cfg_type), entry)

@@ -1,19 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AutotunePolicy`: permitted actions for a call without a configuration."""
+"""`AutotunePolicy`: permitted actions for a call without a configuration; `StalePolicy`: for a stale one."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, Literal, get_args
 
-from ejkernel.ops.config.staleness import StalePolicy as StalePolicy
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.messages.names import NamedFields, NoBlock, called_in_with, did_you_mean
+
+Action = Literal["use", "retune", "refuse"]
+_ACTIONS: Final = get_args(Action)  # the mildest first
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StalePolicy(NamedFields):
+    """How to treat a saved configuration measured with other versions or another search space.
+
+    `"use"`: the configuration counts as tuned. `"retune"`: the configuration answers until the call is tuned. The call
+    counts as a miss: it is tuned where tuning is allowed, and noted as missed. `"refuse"`: the configuration is
+    ignored. With several differences, the strictest action applies. Information missing from an entry, e.g. one of an
+    earlier ejkernel, is no difference.
+
+    Attributes:
+        jax: Action for another version of JAX.
+        jaxlib: Action for another version of jaxlib.
+        driver: Action for another version of the NVIDIA driver.
+        space: Action for a changed search space. Any action but `"use"` evaluates `config_space` for each distinct
+            call.
+    """
+
+    jax: Action = "use"
+    jaxlib: Action = "use"
+    driver: Action = "use"
+    space: Action = "use"
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value not in _ACTIONS:
+                raise ConfigError(f"{field.name} must be one of {', '.join(_ACTIONS)}, got {value!r}.")
+
+    def action(self, differing: Iterable[str]) -> Action:
+        """Return the action for an entry that differs in these fields."""
+        actions: list[Action] = [getattr(self, field) for field in differing]
+        return max(actions, key=_ACTIONS.index, default="use")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,7 @@ from ejkernel.ops.config.misses.nearest import why_no_entry
 from ejkernel.ops.config.misses.notes import MissedNotes, command_for
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
-from ejkernel.ops.config.policy import effective_policy
-from ejkernel.ops.config.staleness import StalePolicy
+from ejkernel.ops.config.policy import StalePolicy, effective_policy
 from ejkernel.ops.config.tiers import tier as tiers
 from ejkernel.ops.config.tiers.request import Answer, Request
 from ejkernel.ops.config.tiers.tier import Consulted as Consulted

@@ -8,66 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Collection, Iterator
-from typing import Any, Final, Literal, NamedTuple, get_args
+from collections.abc import Collection
+from typing import Any, Final, NamedTuple
 
-from ejkernel import settings
 from ejkernel.ops.config._files import driver_of, version
 from ejkernel.ops.config.entries import StoredEntry
+from ejkernel.ops.config.policy import Action, StalePolicy
 from ejkernel.ops.config.spaces.axes import Axis
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of
-from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import ConfigError, EjkernelError, SerializationError
+from ejkernel.ops.errors import EjkernelError, SerializationError
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.messages.names import NamedFields
 from ejkernel.ops.utils.storage.serialize import stable_json
 
-Action = Literal["use", "retune", "refuse"]
-ACTIONS: Final = get_args(Action)  # the mildest first
 UNKNOWN: Final = "unknown"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StalePolicy(NamedFields):
-    """How to treat a saved configuration measured with other versions or another search space.
-
-    `"use"`: the configuration counts as tuned. `"retune"`: the configuration answers until the call is tuned. The call
-    counts as a miss: it is tuned where tuning is allowed, and noted as missed. `"refuse"`: the configuration is
-    ignored. With several differences, the strictest action applies. Information missing from an entry, e.g. one of an
-    earlier ejkernel, is no difference.
-
-    Attributes:
-        jax: Action for another version of JAX.
-        jaxlib: Action for another version of jaxlib.
-        driver: Action for another version of the NVIDIA driver.
-        space: Action for a changed search space. Any action but `"use"` evaluates `config_space` for each distinct
-            call.
-    """
-
-    jax: Action = "use"
-    jaxlib: Action = "use"
-    driver: Action = "use"
-    space: Action = "use"
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value not in ACTIONS:
-                raise ConfigError(f"{field.name} must be one of {', '.join(ACTIONS)}, got {value!r}.")
-
-    def action(self, found: tuple[Difference, ...]) -> Action:
-        """Return the action for an entry with these differences."""
-        asked = [ACTIONS.index(getattr(self, difference.field)) for difference in found]
-        action: Action = ACTIONS[max(asked, default=0)]
-        return action
-
-
-def default_stale_policy() -> StalePolicy:
-    """Return the policy from the environment variable `EJKERNEL_STALE`."""
-    said: dict[str, Any] = dict(settings.current().stale)
-    return StalePolicy(**said)
 
 
 class Difference(NamedTuple):
@@ -112,15 +67,6 @@ def text_of_differences(found: tuple[Difference, ...]) -> str:
     return ", ".join(map(str, found))
 
 
-def saved_in(persistent: Any, key: ConfigKey, cfg_type: object) -> Iterator[tuple[Any, StoredEntry | None]]:
-    """Yield the configurations of a key in a cache with their entries; a user-defined cache may have no entries."""
-    found = getattr(persistent, "found", None)
-    if found is not None:
-        yield from found(key, cfg_type)
-    elif (config := persistent.get(key, cfg_type=cfg_type)) is not None:
-        yield config, None
-
-
 def standing(
     policy: StalePolicy,
     entry: StoredEntry | None,
@@ -142,7 +88,7 @@ def standing(
         return "use", ""
     looks = (look or policy.space != "use") and measured_with(entry)["space"] != UNKNOWN
     found = differences(entry, space_digest(kernel, inv) if looks else None)
-    return policy.action(found), text_of_differences(found)
+    return policy.action(difference.field for difference in found), text_of_differences(found)
 
 
 def space_digest(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> str | None:

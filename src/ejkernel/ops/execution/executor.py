@@ -15,9 +15,8 @@ from ejkernel.ops.config.agreement.agreement import agreed
 from ejkernel.ops.config.cache import ConfigCache, same_config
 from ejkernel.ops.config.misses.faults import Faults
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
+from ejkernel.ops.config.policy import AutotunePolicy, StalePolicy, effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
-from ejkernel.ops.config.staleness import default_stale_policy
 from ejkernel.ops.config.tiers.tier import HEURISTIC, BareChooser
 from ejkernel.ops.core.callspec import METHODS, array_names, take_apart
 from ejkernel.ops.core.invocation import Invocation, invocation_of
@@ -431,7 +430,7 @@ def default_executor() -> Executor[Any, Any]:
                 autotune=now.on_miss == "tune",
                 heuristic=now.on_miss != "error",
                 note_misses=now.note_misses,
-                stale=default_stale_policy(),
+                stale=StalePolicy(**now.stale),
             )
             services.made.executor = Executor(ConfigSelectorChain(ConfigCache(), PersistentCache(), policy=policy))
         return cast("Executor[Any, Any]", services.made.executor)

@@ -24,6 +24,7 @@ _NARROW_WINDOW, _SHORT_WINDOW, _SHORTEST_WINDOW = 512, 128, 64  # keys
 _CAPPED_WITH_POLYNOMIALS = 128  # head dimension
 _ALIKE_TILES = 10  # of a head
 _FEW_QUERIES, _MANY_QUERIES = 512, 1536
+_FEW_QUERIES_OF_WIDE_HEADS = 2048
 _FEW_ODD_PARTS = (3, 5, 7)  # of the queries: half of the last tile of 128 is empty
 
 
@@ -235,12 +236,11 @@ def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool, left: int | 
     # queries: 794 instead of 784; and 3,383 queries at 256, 612 instead of 559.
     if 240 <= wide < 256 and call.rules.right is None and call.query[1] >= _MANY_QUERIES:
         return params.without_persistence()
-    # Steps of 96 keys, 176: 325 us instead of 338, with a length 99 instead of 109; 208: 353 instead of 373. But 184:
-    # 793 instead of 674, 200: 414 instead of 375, 192: 313 instead of 305; and under a causal mask they spill.
-    # Few queries gain more from two buffers of queries: at 176, 254 us instead of 285 with 512, 246 instead of 253 with
-    # 1,024, 317 and 318 with 2,048.
-    few = wide == 176 and call.query[1] < _MANY_QUERIES and not call.key_lengths
-    many = wide in (176, 208) and call.rules.right is None and not few
+    # Steps of 96 keys leave room for one buffer of queries. They gain with many queries: with 4,096, 598 us instead of
+    # 611 at head_dim 176, and 670 instead of 678 at 208. With fewer, two buffers gain more: with 2,048, 206 instead of
+    # 207 and 183 instead of 187; with 1,024, 189 instead of 200; with 512, 246 instead of 279. At other head dims: 793
+    # instead of 674 at 184, 313 instead of 305 at 192, 414 instead of 375 at 200. Under a causal mask they spill.
+    many = wide in (176, 208) and call.rules.right is None and call.query[1] > _FEW_QUERIES_OF_WIDE_HEADS
     return dataclasses.replace(params, kv_block=96) if many else params
 
 

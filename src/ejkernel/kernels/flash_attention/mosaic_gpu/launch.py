@@ -203,7 +203,11 @@ def _gradients(
 ) -> Gradients:
     """Return the gradients outside `vmap`; the operands have `dropout_words` in place of the dropout's key."""
     problem = dataclasses.replace(backward_problem(describe(operands, rules)), raised=raised or 0)
-    factor = None if raised is not None or not has_small_range(problem.dtype) else _range_factor(operands, dout)
+    factor = (
+        None
+        if raised is not None or not has_small_range(problem.dtype)
+        else _range_factor(operands, residuals[0], dout, rules)
+    )
     if factor is not None:
         dout = dout / factor
     inputs = _backward_inputs(operands, residuals, dout.astype(problem.dtype), problem, params)
@@ -221,7 +225,7 @@ def _gradients(
     return dquery, dkey, dvalue, _bias_gradient(dbias, operands)
 
 
-def _range_factor(operands: Operands, dout: jax.Array) -> jax.Array:
+def _range_factor(operands: Operands, out: jax.Array, dout: jax.Array, rules: Rules) -> jax.Array:
     """Return the power of two by which to divide the cotangent so that the scores' gradient fits in float16.
 
     All gradients are linear in the cotangent. The kernels round the scores' gradient; it is at most twice the largest
@@ -229,8 +233,13 @@ def _range_factor(operands: Operands, dout: jax.Array) -> jax.Array:
     large; each example has its own, unless the gradient of a bias may be a sum over examples.
     """
     axes = (1, 2, 3) if operands.bias is None else (0, 1, 2, 3)
-    rows = (dout.astype(jnp.float32), operands.value.astype(jnp.float32))
-    left, right = (jnp.sqrt(jnp.square(x).sum(axis=3, keepdims=True).max(axis=axes, keepdims=True)) for x in rows)
+
+    def largest_norm(x: jax.Array) -> jax.Array:
+        return jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(axis=3, keepdims=True).max(axis=axes, keepdims=True))
+
+    left, right = largest_norm(dout), largest_norm(operands.value)
+    if rules.partial:  # otherwise the output is a mean of these values
+        right = jnp.maximum(right, largest_norm(out))
     _, factor = normalized(left * right * 2.0**-14, ())
     return jnp.maximum(factor, 1)
 

@@ -45,8 +45,9 @@ def backward_of_single(
 ) -> Gradients:
     """Return the gradients in the operands' dtypes, as `launch.backward`, with its `options`."""
     half, (out, lse) = _half(operands), residuals
-    factor = _cotangent_factor(half.operands, dout, rules)
+    dout = _only(_counted(operands.query_lengths, dout.shape[1]), dout)
     scaled = out * half.value, lse
+    factor = _cotangent_factor(half.operands, scaled[0], dout, rules)
     found = backward(half.operands, scaled, dout * factor, rules, params, raised=_RAISED, **options)
     dquery, dkey, dvalue, dbias = jax.tree.map(lambda x: x.astype(jnp.float32) / factor, found)
     if dbias is not None and operands.bias is not None:
@@ -56,13 +57,35 @@ def backward_of_single(
 
 
 def _half(operands: Operands) -> _Half:
-    axes, (query, key, value) = _axes(operands), operands[:3]
+    axes, (query, key, value) = _axes(operands), _without_padding(operands)
     at_query = power_of_two((exponents(key, axes) - exponents(query, axes)) // 2)
     at_value = power_of_two(-exponents(value, axes))
     scaled = (query * at_query, key / at_query, value * at_value)
     return _Half(
         operands._replace(**dict(zip(Operands._fields, map(_rounded, scaled), strict=False))), at_query, at_value
     )
+
+
+def _without_padding(operands: Operands) -> tuple[jax.Array, ...]:
+    """Return query, key and value with zeros past the lengths, and where a mask hides keys from all rows.
+
+    The factors must not depend on them.
+    """
+    (query, key, value), mask = operands[:3], operands.attention_mask
+    keys = key.shape[1]
+    of_keys = _counted(operands.key_lengths, keys)
+    if mask is not None and mask.shape[1:] == (1, 1, keys):
+        of_keys = mask[:, 0, 0] if of_keys is None else of_keys & mask[:, 0, 0]
+    return _only(_counted(operands.query_lengths, query.shape[1]), query), *(_only(of_keys, x) for x in (key, value))
+
+
+def _counted(lengths: jax.Array | None, size: int) -> jax.Array | None:
+    """Return whether each position is within the lengths, `[batch, size]`; `None` without lengths."""
+    return None if lengths is None else jnp.arange(size, dtype=jnp.int32)[None] < lengths[:, None]
+
+
+def _only(counted: jax.Array | None, x: jax.Array) -> jax.Array:
+    return x if counted is None else jnp.where(counted[:, :, None, None], x, 0)
 
 
 def _axes(operands: Operands) -> tuple[int, ...]:
@@ -75,14 +98,17 @@ def _rounded(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -_LARGEST, _LARGEST), x).astype(jnp.float16)
 
 
-def _cotangent_factor(operands: Operands, dout: jax.Array, rules: Rules) -> jax.Array:
+def _cotangent_factor(operands: Operands, out: jax.Array, dout: jax.Array, rules: Rules) -> jax.Array:
     """Return the power of two for the cotangent with which no gradient can be out of range.
 
     The weights of a row add up to 1. Those of a column may add up to the number of queries, if all of them see only
     this key, so that its gradients are sums over all rows of the heads that share it.
     """
     axes = _axes(operands)
-    query, key, value = (x.astype(jnp.float32) for x in operands[:3])
+    # NaN in one example must not decide the factor of others.
+    query, key, value, out, dout = (
+        jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32) for x in (*operands[:3], out, dout)
+    )
     groups = key.shape[2]
 
     def norms(x: jax.Array) -> jax.Array:
@@ -95,7 +121,10 @@ def _cotangent_factor(operands: Operands, dout: jax.Array, rules: Rules) -> jax.
         return largest(x.reshape(*x.shape[:2], groups, -1, 1).sum(axis=(1, 3))[:, None])
 
     first = power_of_two(-exponents(dout, axes))  # before its squares are summed
-    rows, slope = norms(dout * first), 2 * largest(norms(value)) / (1 - rules.dropout_rate)
+    most = largest(norms(value)) / (1 - rules.dropout_rate)
+    if rules.partial:  # otherwise the output is a mean of these values
+        most = jnp.maximum(most, largest(norms(out)))
+    rows, slope = norms(dout * first), 2 * most
     of_scores = slope * rows  # limits the gradient of the scores of each row
     limits = (
         largest(of_scores) * 2**_RAISED,

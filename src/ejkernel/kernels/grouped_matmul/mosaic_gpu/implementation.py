@@ -21,7 +21,7 @@ from .plan import GroupedPlan, ProductParams, WgradParams, product_plan, wgrad_p
 
 _OUT_DTYPES = (*hopper.DTYPES, "float32")
 _MOST_SUMS = 128  # accumulator registers per thread
-_MOST_GROUPS = 4096  # the tile scheduler of every thread walks over all groups
+_MOST_GROUPS = 4096  # the tile schedulers walk over all groups
 _LARGEST = 2**31 - 2**16  # rows and tiles are counted in int32
 _STAGES = {64: 8, 128: 6, 192: 4, 256: 4}  # by columns of all products: as many as shared memory holds
 # On one H200, 24,576 tiles of uneven groups took 2,410 us with the largest groups first, and 2,754 us without; 8,192

@@ -26,6 +26,7 @@ class GroupedMemory(NamedTuple):
         out: Staging buffers of the epilogue, per consumer warpgroup.
         pipeline: The barriers of the stages.
         cleared: Both consumers have zeroed rows of other groups in a stage; weight gradient only.
+        tiles: The tiles of the tile scheduler; product only.
     """
 
     lhs: Any
@@ -33,6 +34,7 @@ class GroupedMemory(NamedTuple):
     out: Any
     pipeline: Pipeline
     cleared: Any = None
+    tiles: Any = None
 
 
 def lhs_shape(plan: GroupedPlan) -> tuple[int, int, int, int]:

@@ -52,7 +52,7 @@ class MosaicGpu(Implementation[PagedCall]):
         return None
 
     def heuristic(self, call: PagedCall) -> MosaicGpuParams:
-        """Return as many stages as gain something and let two blocks of threads share a multiprocessor, in decode."""
+        """Return the most stages that save time in decode while two blocks of threads share a multiprocessor."""
         if call.value_dim is not None:
             return _LATENT
         decode = tile_sizes(call.q[0], call.table[0], call.q[1], call.pages[2]).short

@@ -1,25 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operation behind `grouped_matmul` of two quantised operands with an epilogue, and its dense form.
+"""The operation behind `grouped_matmul` of quantised operands with an epilogue, and its dense form.
 
 The contract of an implementation. It sees `lhs [m, k]`, `rhs [groups, n, k]` or `[groups, k, n]`, the groups, both
-operands' scales, if there is a gate, a pair of its matrices and their scales, and if the call has them, factors of
-rows. It returns the float32 activation in `call.values`, and the float32 scales of its 1x128 blocks; or without
-`call.values`, the activation in `call.out_dtype`. Rows outside all groups are zero.
+operands' scales or `None`, if there is a gate, a pair of its matrices and their scales, and if the call has them,
+factors of rows. It returns the float32 activation in `call.values`, and the float32 scales of its 1x128 blocks; or
+without `call.values`, the activation in `call.out_dtype`. Rows outside all groups are zero.
+
+The gradient computes the products again, by calls of `quantized_grouped_matmul`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels._options import type_text
-from ejkernel.kernels.grouped_matmul.common import ACTIVATIONS
-from ejkernel.kernels.grouped_matmul.operation import GroupedOperation, axes_of_groups
-from ejkernel.kernels.quantized_matmul.operation import example_operand
+from ejkernel.kernels.grouped_matmul.common import ACTIVATIONS, finished, own_rows
+from ejkernel.kernels.grouped_matmul.operation import GROUPS, GroupedOperation, axes_of_groups
+from ejkernel.kernels.quantized_matmul.operation import example_operand, gradient_options
 from ejkernel.kernels.quantized_matmul.quantized import (
     LARGEST,
+    Block,
     Quantized,
     canonical_dtype,
     check_quantized,
@@ -34,7 +41,7 @@ from ejkernel.ops.implementation import Implementations, LazyImplementation, Ope
 from ejkernel.ops.utils.messages.names import did_you_mean
 
 from .common import QuantizedGroupedActivationCall, activation_of
-from .operation import quantized_grouped_matmul
+from .operation import QuantizedGroupedMatmulConfig, constant, quantized_grouped_matmul
 
 _Invocation = Invocation["QuantizedGroupedActivationConfig", Any]
 _PACKAGE = "ejkernel.kernels.quantized_matmul"
@@ -44,7 +51,7 @@ _PACKAGE = "ejkernel.kernels.quantized_matmul"
 class QuantizedGroupedActivationConfig(OperationConfig):
     """Configuration of one matmul of `Quantized` operands with `quantize=`, `activation=` or `gate=`.
 
-    Only `fwd` counts, because there is no gradient.
+    Only `fwd` counts, because gradients are other calls.
     """
 
     implementation: str = "xla"
@@ -61,7 +68,6 @@ class QuantizedGroupedActivation(GroupedOperation[QuantizedGroupedActivationConf
             "xla": f"{_PACKAGE}.grouped.xla:XlaGroupedActivation",
         }
     )
-    why_no_gradient = "its operands are quantised. Use quantized_dense or quantized_grouped_dense to train."
 
     def __init__(self) -> None:
         super().__init__(name="quantized_grouped_activation")
@@ -88,12 +94,12 @@ class QuantizedGroupedActivation(GroupedOperation[QuantizedGroupedActivationConf
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments, and drop options with default values, which the key omits.
 
-        `gate` is a pair: the gate's numbers, and their scales.
+        `gate` is a pair: the gate's numbers, and their scales or `None`.
         """
         for name, scale in (("lhs", lhs_scale), ("rhs", rhs_scale)):
-            if scale is None:
+            if quantize is not None and scale is None:
                 raise ArgumentError(
-                    f"lhs and rhs must both be Quantized with quantize=, activation= or gate=; {name} is not."
+                    f"lhs and rhs must both be Quantized to pass quantize=, and {name} is not; quantize the result."
                 )
         if activation is not None and (not isinstance(activation, str) or activation not in ACTIVATIONS):
             raise ArgumentError(
@@ -111,9 +117,8 @@ class QuantizedGroupedActivation(GroupedOperation[QuantizedGroupedActivationConf
         )
         more: tuple[Any, ...] = args[5:] and (None, *args[5:])
         if gate is not None:
-            values, scale = gate
-            check_gate(Quantized(values, scale, options["rhs_block"]), rhs, rhs_scale)
-            more = ((values, scale), *more[1:])
+            check_gate(gate, (rhs, rhs_scale), options.get("rhs_block"))
+            more = (tuple(gate), *more[1:])
         own = {
             "quantize": None if quantize is None else canonical_dtype("quantize", quantize, tuple(LARGEST)),
             "activation": activation,
@@ -133,31 +138,70 @@ class QuantizedGroupedActivation(GroupedOperation[QuantizedGroupedActivationConf
             more["out_dtype"] = "float32"  # of the arithmetic
         return QuantizedGroupedActivationCall(**fields | more)
 
+    def run(self, *args: Any, cfg: QuantizedGroupedActivationConfig, **options: Any) -> Any:
+        """Return the activation; quantised operands have no derivatives."""
+        product, more = constant(args[:5]), args[5:]
+        if more and more[0] is not None and more[0][1] is not None:
+            more = (jax.lax.stop_gradient(more[0]), *more[1:])
+        return super().run(*product, *more, cfg=cfg, **options)
+
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the activation of float32 products of the dequantised operands."""
         options.pop("implementation", None)
-        lhs, rhs, groups, lhs_scale, rhs_scale, *more = args
-        gate, *factors = more or (None,)
         shared = {name: options[name] for name in ("lhs_block", "rhs_block", "transpose_rhs") if name in options}
         products = [
-            quantized_grouped_matmul.reference(
-                lhs, values, groups, lhs_scale, scale, preferred_element_type="float32", **shared
-            )
-            for values, scale in ((rhs, rhs_scale), *([] if gate is None else [gate]))
+            quantized_grouped_matmul.reference(*each, preferred_element_type="float32", **shared)
+            for each in products_of(args)
         ]
-        return activation_of(self.describe(*args, **options), products, groups, *factors)
+        return activation_of(self.describe(*args, **options), products, args[GROUPS], *args[6:])
+
+    def custom_vjp(
+        self,
+        primals: tuple[Any, ...],
+        cfg: QuantizedGroupedActivationConfig,
+        kwargs: dict[str, Any],
+        cotangents: tuple[Any, ...],
+    ) -> tuple[Any, ...]:
+        """Return the gradients of operands without scales and of the row factors, by calls of the products."""
+        lhs, rhs, groups, lhs_scale, rhs_scale, *more = primals
+        found: list[Any] = [None] * len(primals)
+        row_scale = more[1] if len(more) > 1 else None
+        if "quantize" in kwargs or (None not in (lhs_scale, rhs_scale) and row_scale is None):
+            return tuple(found)
+        names = ("lhs_block", "rhs_block", "transpose_rhs")
+        shared = {name: kwargs[name] for name in names if name in kwargs} | gradient_options(kwargs)
+        given = products_of(primals)
+        wide = [quantized_grouped_matmul(*each, preferred_element_type="float32", **shared) for each in given]
+        activation, own = kwargs.get("activation"), own_rows(groups, lhs.shape[0], rhs.shape[0])
+        # JAX differentiates the epilogue; each product is a call with a separate configuration.
+        pull = jax.vjp(lambda wide, row_scale: finished(wide, own, row_scale, activation), wide, row_scale)[1]
+        dproducts, dscale = pull(cotangents[0].astype(jnp.float32))
+        by_product = [
+            quantized_grouped_matmul.custom_vjp(each, QuantizedGroupedMatmulConfig(), shared, (dout,))
+            for each, dout in zip(given, dproducts, strict=True)
+        ]
+        if lhs_scale is None:
+            found[0] = functools.reduce(jnp.add, [each[0] for each in by_product])
+        found[1] = by_product[0][1]
+        if len(by_product) > 1 and rhs_scale is None:
+            found[5] = (by_product[1][1], None)
+        if row_scale is not None:
+            found[6] = dscale
+        return tuple(found)
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule:
         """Return a rule that splits rows, and columns by whole blocks; an activation needs the complete sum."""
         lhs, rhs, _, lhs_scale, rhs_scale, *more = inv.args
         axes = "groups columns inner" if inv.kwargs.get("transpose_rhs") else "groups inner columns"
         scales = ScaleAxes()
-        of_lhs = scales.of("lhs", lhs, lhs_scale, inv.kwargs["lhs_block"], ["rows", "inner"])
-        of_rhs = scales.of("rhs", rhs, rhs_scale, inv.kwargs["rhs_block"], axes.split())
+        of_lhs, of_rhs = (
+            [] if scale is None else [scales.of(name, array, scale, inv.kwargs[f"{name}_block"], own.split())]
+            for name, array, scale, own in (("lhs", lhs, lhs_scale, "rows inner"), ("rhs", rhs, rhs_scale, axes))
+        )
         call, names = self.call_of(inv), ["rows", "columns"]
         quantized = "quantize" in inv.kwargs
         of_out = [scales.of_result("out", (call.rows, call.columns), (1, BLOCK), names)] if quantized else []
-        texts = ["rows inner", axes, axes_of_groups(inv), of_lhs, of_rhs, *([axes, of_rhs] if call.gated else [])]
+        texts = ["rows inner", axes, axes_of_groups(inv), *of_lhs, *of_rhs, *([axes, *of_rhs] if call.gated else [])]
         texts += ["rows"] * len(more[1:])
         return ShardingRule(
             f"{', '.join(texts)} -> {', '.join(['rows columns', *of_out])}",
@@ -182,11 +226,11 @@ class QuantizedGroupedActivation(GroupedOperation[QuantizedGroupedActivationConf
         """Return random operands, quantised as the call's are, with each kind of sizes."""
         draws = super().example_draws(inv, rng)
         first, options = next(iter(draws.values()))
-        lhs, lhs_scale = example_operand(rng, first[0], first[3], options["lhs_block"])
-        rhs, rhs_scale = example_operand(rng, first[1], first[4], options["rhs_block"])
+        lhs, lhs_scale = example_operand(rng, first[0], first[3], options.get("lhs_block"))
+        rhs, rhs_scale = example_operand(rng, first[1], first[4], options.get("rhs_block"))
         gate, *factors = first[5:] or (None,)
         if gate is not None:
-            gate = example_operand(rng, gate[0], gate[1], options["rhs_block"])
+            gate = example_operand(rng, gate[0], gate[1], options.get("rhs_block"))
         more = (gate, *factors)[: len(first) - 5]
         return {kind: ((lhs, rhs, args[2], lhs_scale, rhs_scale, *more), options) for kind, (args, _) in draws.items()}
 
@@ -202,12 +246,22 @@ class QuantizedGroupedActivation(GroupedOperation[QuantizedGroupedActivationConf
 quantized_grouped_activation = QuantizedGroupedActivation()
 
 
-def check_gate(gate: Quantized, rhs: Any, rhs_scale: Any) -> None:
-    """Raise an `ArgumentError` unless the gate has the shapes, dtypes and blocks of `rhs`."""
-    check_quantized("gate", gate)
-    pairs = ((gate.values, rhs), (gate.scale, rhs_scale))
+def products_of(args: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return the arguments of the product, and of the gate's product if there is one."""
+    lhs, rhs, groups, lhs_scale, rhs_scale, *more = args
+    gates = [] if not more or more[0] is None else [more[0]]
+    return [(lhs, values, groups, lhs_scale, scale) for values, scale in ((rhs, rhs_scale), *gates)]
+
+
+def check_gate(gate: Sequence[Any], rhs: Sequence[Any], block: Block | None) -> None:
+    """Raise an `ArgumentError` unless the gate's numbers and scales have the shapes and dtypes of those of `rhs`."""
+    values, scale = gate
+    if block is not None:
+        check_quantized("gate", Quantized(values, scale, block))
+    pairs = [pair for pair in ((values, rhs[0]), (scale, rhs[1])) if pair[1] is not None]
     if any((tuple(own.shape), own.dtype) != (tuple(other.shape), other.dtype) for own, other in pairs):
+        with_scales = f" with scales {type_text(rhs[1])}" if block is not None else ""
         raise ArgumentError(
-            f"gate must be Quantized like rhs, {type_text(rhs)} with scales {type_text(rhs_scale)}; got "
-            f"{type_text(gate.values)} with {type_text(gate.scale)}."
+            f"gate must be {'Quantized ' if block is not None else ''}like rhs, {type_text(rhs[0])}{with_scales}; got "
+            f"{type_text(values)}{f' with {type_text(scale)}' if block is not None else ''}."
         )

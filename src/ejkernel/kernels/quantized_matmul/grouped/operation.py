@@ -34,6 +34,7 @@ from ejkernel.kernels.quantized_matmul.operation import (
     checked_operand,
     constant_operands,
     example_operand,
+    gradient_options,
     usual_result,
     widened,
 )
@@ -155,11 +156,11 @@ class QuantizedGroupedMatmul(GroupedOperation[QuantizedGroupedMatmulConfig]):
 
     def run(self, *args: Any, cfg: QuantizedGroupedMatmulConfig, **options: Any) -> Any:
         """Return the product; quantised operands have no derivatives."""
-        return super().run(*_constant(args), cfg=cfg, **options)
+        return super().run(*constant(args), cfg=cfg, **options)
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the float32 product of the dequantised operands."""
-        lhs, rhs, groups, lhs_scale, rhs_scale, *factors = _constant(args)
+        lhs, rhs, groups, lhs_scale, rhs_scale, *factors = constant(args)
         left = widened(lhs, lhs_scale, options.get("lhs_block"))
         right = widened(rhs, rhs_scale, options.get("rhs_block"))
         transposed = options.get("transpose_rhs", False)
@@ -180,16 +181,16 @@ class QuantizedGroupedMatmul(GroupedOperation[QuantizedGroupedMatmulConfig]):
         """Return the gradients of the operand without scales and of the row factors, by other calls."""
         lhs, rhs, groups, lhs_scale, rhs_scale, *factors = primals
         dout, dlhs, drhs = cotangents[0], None, None
-        shared = {name: kwargs[name] for name in ("accumulation", "implementation") if name in kwargs}
+        shared = gradient_options(kwargs)
         if lhs_scale is None:
             more = shared | {"rhs_block": kwargs["rhs_block"], "transpose_rhs": not kwargs.get("transpose_rhs", False)}
-            dlhs = self(dout.astype(lhs.dtype), rhs, groups, None, rhs_scale, *factors, **more)
+            dlhs = quantized_grouped_matmul(dout.astype(lhs.dtype), rhs, groups, None, rhs_scale, *factors, **more)
         elif rhs_scale is None:
             drhs = self._matrices_gradient(primals, kwargs, dout)
         if not factors:
             return dlhs, drhs, None, None, None
         wide = {**kwargs, "preferred_element_type": "float32"}
-        product = self(*primals[:5], **wide)
+        product = quantized_grouped_matmul(*primals[:5], **wide)
         own = own_rows(groups, lhs.shape[0], rhs.shape[0])
         dscale = jnp.where(own, jnp.sum(product * dout.astype(jnp.float32), axis=1), 0).astype(factors[0].dtype)
         return dlhs, drhs, None, None, None, dscale
@@ -242,7 +243,7 @@ class QuantizedGroupedMatmul(GroupedOperation[QuantizedGroupedMatmulConfig]):
 quantized_grouped_matmul = QuantizedGroupedMatmul()
 
 
-def _constant(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def constant(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments without derivatives of quantised operands."""
     lhs, rhs, groups, lhs_scale, rhs_scale, *factors = args
     lhs, rhs, lhs_scale, rhs_scale = constant_operands(lhs, rhs, lhs_scale, rhs_scale)

@@ -79,6 +79,7 @@ class XlaGroupedActivation(Implementation[QuantizedGroupedActivationCall]):
 
     name = "xla"
     params = XlaGroupedParams
+    differentiable = True
     features = frozenset({"activation", "gate", "row_scale", "first_group"})
 
     def heuristic(self, call: QuantizedGroupedActivationCall) -> XlaGroupedParams:

@@ -45,7 +45,11 @@ class MosaicGpuActivation(QuantizedProduct[QuantizedGroupedActivationCall]):
             return f"scales of rhs are those of blocks {dense.w_block}; with an activation, use 128x128, or 'xla'."
         return None
 
-    def params_fault(self, call: QuantizedGroupedActivationCall, params: MosaicGpuParams) -> str | None:
+    def few_rows(self, call: QuantizedGroupedActivationCall) -> bool:
+        """See `QuantizedProduct`."""
+        return call.values is None and super().few_rows(call)
+
+    def tile_fault(self, call: QuantizedGroupedActivationCall, params: MosaicGpuParams) -> str | None:
         """See `QuantizedProduct`."""
         widths = self._widths(call)
         if params.block_m != 128 or params.block_n not in widths:
@@ -59,23 +63,23 @@ class MosaicGpuActivation(QuantizedProduct[QuantizedGroupedActivationCall]):
             return f"stages must be at least {plan.promoted}, got {params.stages}."
         return register_fault(plan)
 
-    def heuristic(self, call: QuantizedGroupedActivationCall) -> MosaicGpuParams:
+    def tile_heuristic(self, call: QuantizedGroupedActivationCall) -> MosaicGpuParams:
         """Return good parameters: the widest tile that wastes few columns in the last one, with the most stages."""
         waste = {size: -(-call.columns // size) * size for size in self._widths(call)}
         block_n = max(size for size, covered in waste.items() if covered <= 1.1 * min(waste.values()))
         deepest = [
             MosaicGpuParams(block_n=block_n, stages=stages, out_slots=1) for stages in range(_MOST_STAGES, 1, -1)
         ]
-        return next(params for params in deepest if self.params_fault(call, params) is None)
+        return next(params for params in deepest if self.tile_fault(call, params) is None)
 
-    def space(self, call: QuantizedGroupedActivationCall) -> Collection[MosaicGpuParams]:
+    def tile_space(self, call: QuantizedGroupedActivationCall) -> Collection[MosaicGpuParams]:
         """See `QuantizedProduct`."""
 
         def build(chosen: dict[str, Any]) -> MosaicGpuParams:
             return MosaicGpuParams(**chosen, out_slots=1)
 
         def fits(block_n: int, stages: int) -> bool:
-            return self.params_fault(call, build({"block_n": block_n, "stages": stages})) is None
+            return self.tile_fault(call, build({"block_n": block_n, "stages": stages})) is None
 
         axes = {"block_n": self._widths(call), "stages": (3, 4, 5, 6), "panel": (2, 4, 8, 16, 32)}
         return ConfigSpace(axes, constraints=fits, build=build)

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel for at most 64 rows, as in decoding: its time is that of reading the matrix.
+"""The kernel for at most 64 rows, as in decoding, or few rows for each group: its time is that of reading matrices.
 
 A block of threads has a tile of columns. Its width suits the number of columns, so that all multiprocessors read about
-as much. Consumers share a tile's columns. Rows of 16 bits take wide tiles, because each tile reads all rows; with few
-tiles, several blocks split a tile's steps, and XLA sums their results.
+as much. Consumers share a tile's columns, and with a gate its two products. Rows of 16 bits take wide tiles, because
+each tile reads all rows; with few tiles, several blocks split a tile's steps, and XLA sums their results and applies
+the epilogue.
+
+Rows of groups are given in tiles, each of one group, whose numbers a table has.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,8 +26,10 @@ from ejkernel.kernels._hopper.device import Registers
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.product import epilogue
 
-from .plan import HALF, PROMOTED, STEP, FewRowsPlan
+from .few_rows_plan import HALF, FewRowsPlan
+from .plan import PROMOTED, STEP
 
 # By the number of consumers. Their sum must fit in the launch's allocation, 96 for each thread of five warpgroups:
 # otherwise a consumer waits for ever.
@@ -39,34 +44,48 @@ class _Memory(NamedTuple):
         w: The columns of each consumer.
         out: The result, per consumer.
         pipeline: The barriers of the stages.
+        gate: The products with the gate, per part of the columns; `None` without these.
+        gates: The barriers of `gate`.
     """
 
     x: Any
     w: Any
     out: Any
     pipeline: Pipeline
+    gate: Any = None
+    gates: Any = None
 
 
 class _Tile(NamedTuple):
     """A tile of a block of threads.
 
     Attributes:
+        group: The group of its rows; `None` if there is one matrix.
+        row: Its first row.
         column: Its first column.
         split: The split with the block's steps.
         first: The number of its first step in this block.
         steps: How many steps the block computes.
     """
 
+    group: Any
+    row: Any
     column: Any
     split: Any
     first: Any
     steps: Any
 
 
-def multiply(plan: FewRowsPlan, *arrays: jax.Array, interpret: Any = None) -> jax.Array:
-    """Run the kernel on `x [m, k]`, `w [n, k]`, factors of rows, and factors of columns.
+def multiply(plan: FewRowsPlan, *arrays: jax.Array, interpret: Any = None) -> list[jax.Array]:
+    """Return `[result]`, or if blocks split the steps, each product in float32, for the epilogue.
 
-    Rows of 16 bits have, in each step, the first two of four columns before the last two.
+    Args:
+        plan: The launch.
+        *arrays: `x [m, k]`; `w [n, k]` or `[groups, n, k]`; the gate's matrices, if any; factors of rows, of the
+            matrices' columns, and of the gate's; then factors of the result's rows, if the plan has them, and the
+            number of rows, if it clears, or how many tiles the groups have, and the group of each. Rows of 16 bits
+            have, in each step, the first two of four columns before the last two.
+        interpret: `InterpretGPUParams` to simulate it on a CPU.
     """
     kernel = (WideRowsKernel if plan.wide else FewRowsKernel)(plan, backend_for(interpret))
     [out] = launch(
@@ -80,14 +99,17 @@ def multiply(plan: FewRowsPlan, *arrays: jax.Array, interpret: Any = None) -> ja
         lane_semantics=True,
         interpret=interpret,
     )
-    if plan.splits == 1:
-        return out
-    products = out.reshape(plan.splits, -1, plan.tile_rows)[:, : plan.columns, : plan.rows]
-    return products.sum(0).T.astype(plan.out_dtype)
+    if not plan.turned:
+        return [out]
+    products = out.reshape(plan.turned_shape)[:, :, :, : plan.columns].sum(1).mT
+    return list(products.reshape(len(products), -1, plan.columns)[:, : plan.rows])
 
 
 class FewRowsKernel:
     """The program of one block of threads."""
+
+    of_result: Any  # factors of the result's rows
+    groups: Any  # the number of rows, or the table of tiles
 
     def __init__(self, plan: FewRowsPlan, backend: Backend) -> None:
         self.plan, self.backend = plan, backend
@@ -104,7 +126,13 @@ class FewRowsKernel:
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: _Memory) -> None:
         """Run this warpgroup as producer or consumer."""
-        self.x, self.w, self.row_scale, self.column_scale = arrays
+        given = iter(arrays)
+        self.x = next(given)
+        self.matrices = [next(given) for _ in range(self.plan.products)]
+        self.row_scale = next(given)
+        self.column_scales = [next(given) for _ in range(self.plan.products)]
+        self.of_result = next(given) if self.plan.factored else None
+        self.groups = next(given, None)
         [self.out], self.memory, self.pipeline = results, memory, memory.pipeline
         # Zero, but unknown to the compiler, which would refuse a tile of more rows than there are. TMA clips it.
         self.row = lax.min(lax.axis_index(PROGRAM), 0)
@@ -118,19 +146,24 @@ class FewRowsKernel:
         if plan.splits > 1:  # there are as many blocks as tiles and splits
             split = lax.div(program, plan.column_tiles)
             steps = lax.min(plan.steps, plan.all_steps - split * plan.steps)
-            body(_Tile((program - split * plan.column_tiles) * plan.tile_columns, split, 0, steps))
+            body(_Tile(None, self.row, (program - split * plan.column_tiles) * plan.tile_columns, split, 0, steps))
             return steps
-        count = lax.div(plan.column_tiles - program + (plan.programs - 1), plan.programs)
+        used = self.backend.uniform(self.groups[0]) if plan.group_tiles else 1
+        count = lax.div(plan.column_tiles * used - program + (plan.programs - 1), plan.programs)
 
         @pl.loop(0, count)
         def _tile(i: Any) -> None:
-            body(_Tile((program + i * plan.programs) * plan.tile_columns, 0, i * plan.steps, plan.steps))
+            number, group, row = program + i * plan.programs, None, self.row
+            if plan.group_tiles:  # the tiles of a group follow each other: they share its columns in the L2 cache
+                number, of_rows = lax.div(number, used), lax.rem(number, used)
+                group, row = self.backend.uniform(self.groups[1 + of_rows]), of_rows * plan.tile_rows
+            body(_Tile(group, row, number * plan.tile_columns, 0, i * plan.steps, plan.steps))
 
         return count * plan.steps
 
-    def _part(self, stage: Any, part: Any) -> Any:
+    def _columns(self, stage: Any, warpgroup: Any) -> Any:
         """Return the buffer of a consumer's columns."""
-        return self.memory.w.at[stage, part]
+        return self.memory.w.at[stage, warpgroup]
 
     def _produce(self) -> None:
         plan, memory = self.plan, self.memory
@@ -140,10 +173,13 @@ class FewRowsKernel:
             def _step(i: Any) -> None:
                 stage = self.pipeline.producer_acquire(tile.first + i)
                 full, along = self.pipeline.full.at[stage], pl.ds((tile.split * plan.steps + i) * STEP, STEP)
-                for part in range(plan.consumers):
+                for warpgroup in range(plan.consumers):
+                    product, part = divmod(warpgroup, plan.parts)
                     columns = pl.ds(tile.column + part * plan.part_columns, plan.part_columns)
-                    plgpu.copy_gmem_to_smem(self.w.at[columns, along], self._part(stage, part), full)
-                plgpu.copy_gmem_to_smem(self.x.at[pl.ds(self.row, plan.tile_rows), along], memory.x.at[stage], full)
+                    matrix = self.matrices[product]
+                    matrix = matrix if tile.group is None else matrix.at[tile.group]
+                    plgpu.copy_gmem_to_smem(matrix.at[columns, along], self._columns(stage, warpgroup), full)
+                plgpu.copy_gmem_to_smem(self.x.at[pl.ds(tile.row, plan.tile_rows), along], memory.x.at[stage], full)
 
         producer_tail(self._each_tile(copy), self.pipeline)
 
@@ -151,37 +187,59 @@ class FewRowsKernel:
         plan = self.plan
 
         def compute(tile: _Tile) -> None:
-            column = tile.column + warpgroup * plan.part_columns
-            columns = pl.ds(column, plan.part_columns)
-            values = self._computed(tile, columns, warpgroup).astype(plan.result_dtype)
-            buffer = self.memory.out.at[warpgroup]
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            compat.store_as_it_is(buffer.transpose((1, 0)) if plan.wide and plan.splits == 1 else buffer, values)
-            plgpu.commit_smem()
-            if plan.splits == 1:
-                target = self.out.at[pl.ds(self.row, plan.tile_rows), columns]
+            product, part = self._place(warpgroup)
+            column = tile.column + part * plan.part_columns
+            values = self._computed(tile, column, warpgroup)
+            if plan.turned:
+                first = product * plan.splits + tile.split
+                if plan.group_tiles:
+                    first = lax.div(tile.row, plan.tile_rows)
+                target = self.out.at[pl.ds(first * plan.factors + column, plan.part_columns)]
             else:
-                target = self.out.at[pl.ds(tile.split * plan.factors + column, plan.part_columns)]
-            plgpu.copy_smem_to_gmem(buffer, target)
+                target = self.out.at[pl.ds(tile.row, plan.tile_rows), pl.ds(column, plan.part_columns)]
+            self._finish(tile, values, warpgroup, lambda values: self._store(values, target, warpgroup))
 
         self._each_tile(compute)
         plgpu.wait_smem_to_gmem(0)
 
-    def _factors(self, columns: Any, shape: tuple[int, int], *, axis: int) -> Any:
-        """Return the products of both factors; rows of `x` lie along `axis`."""
-        found = []
-        for ref, own in (
-            (self.row_scale.at[pl.ds(self.row, self.plan.tile_rows)], axis),
-            (self.column_scale.at[columns], 1 - axis),
-        ):
-            layout = plgpu.Layout.WGMMA.reduce(1 - own)
-            found.append(lax.broadcast_in_dim(plgpu.load(ref, layout=layout, optimized=False), shape, [own]))
-        return found[0] * found[1]
+    def _place(self, warpgroup: Any) -> tuple[Any, Any]:
+        """Return the product that a consumer computes, and the part of the columns."""
+        parts = self.plan.parts
+        return (lax.div(warpgroup, parts), lax.rem(warpgroup, parts)) if self.plan.gated else (0, warpgroup)
 
-    def _computed(self, tile: _Tile, columns: Any, warpgroup: Any) -> Any:
-        """Return this warpgroup's part of a tile of the result."""
+    def _store(self, values: Any, target: Any, warpgroup: Any) -> None:
+        """Store this warpgroup's part of a tile."""
+        plan, buffer = self.plan, self.memory.out.at[warpgroup]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        as_computed = buffer.transpose((1, 0)) if plan.wide and not plan.turned else buffer
+        compat.store_as_it_is(as_computed, values.astype(plan.result_dtype))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(buffer, target)
+
+    def _finish(self, tile: _Tile, values: Any, warpgroup: Any, store: Callable[[Any], None]) -> None:
+        """Apply the epilogue to this warpgroup's part of a tile, and store it."""
+        del tile, warpgroup
+        store(values)
+
+    def _factors(self, tile: _Tile, column: Any, warpgroup: Any, shape: tuple[int, int], *, axis: int) -> Any:
+        """Return the products of both factors; rows of `x` lie along `axis`."""
+        first = column if tile.group is None else tile.group * self.plan.factors + column
+        rows = self.row_scale.at[pl.ds(tile.row, self.plan.tile_rows)]
+        each = [scale.at[pl.ds(first, self.plan.part_columns)] for scale in self.column_scales]
+        columns, *of_gate = (self._spread(scale, shape, 1 - axis) for scale in each)
+        for other in of_gate:
+            columns = jnp.where(self._place(warpgroup)[0] == 0, columns, other)
+        return self._spread(rows, shape, axis) * columns
+
+    def _spread(self, ref: Any, shape: tuple[int, int], axis: int) -> Any:
+        """Return numbers that lie along an axis, for each element of a tile."""
+        layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+        return lax.broadcast_in_dim(plgpu.load(ref, layout=layout, optimized=False), shape, [axis])
+
+    def _computed(self, tile: _Tile, column: Any, warpgroup: Any) -> Any:
+        """Return this warpgroup's part of a tile of a product."""
         products = (self._promoted if self.plan.promoted else self._summed)(tile.first, warpgroup)
-        return products * self._factors(columns, (ROWS, self.plan.part_columns), axis=0)
+        return products * self._factors(tile, column, warpgroup, (ROWS, self.plan.part_columns), axis=0)
 
     def _multiply(self, accumulator: Any, stage: Any, warpgroup: Any) -> None:
         plgpu.wgmma(accumulator, self.memory.x.at[stage], self.memory.w.at[stage, warpgroup].transpose((1, 0)))
@@ -247,20 +305,24 @@ class WideRowsKernel(FewRowsKernel):
         """See `FewRowsKernel`."""
         plan, shape = self.plan, (self.plan.stages * self.plan.consumers, self.plan.part_columns)
         numbers, pairs = tiled((*shape, STEP), plan.w_dtype), tiled((*shape, HALF), jnp.int16)
-        return super().memory_types()._replace(w=self.backend.aliased(numbers, pairs))
+        found = super().memory_types()._replace(w=self.backend.aliased(numbers, pairs))
+        if plan.gate_shape is None:
+            return found
+        gates = Pipeline.types(plan.parts, consumers=1)
+        return found._replace(gate=plgpu.SMEM(plan.gate_shape, jnp.float32), gates=gates)
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: _Memory) -> None:
         """See `FewRowsKernel`."""
         self.pairs = memory.w
         super().run(arrays, results, memory._replace(w=self.backend.views(memory.w, 2)[0]))
 
-    def _part(self, stage: Any, part: Any) -> Any:
-        return self.memory.w.at[self._number(stage, part)]
+    def _columns(self, stage: Any, warpgroup: Any) -> Any:
+        return self.memory.w.at[self._number(stage, warpgroup)]
 
-    def _number(self, stage: Any, part: Any) -> Any:
-        return stage * self.plan.consumers + part
+    def _number(self, stage: Any, warpgroup: Any) -> Any:
+        return stage * self.plan.consumers + warpgroup
 
-    def _computed(self, tile: _Tile, columns: Any, warpgroup: Any) -> Any:
+    def _computed(self, tile: _Tile, column: Any, warpgroup: Any) -> Any:
         plan, shape = self.plan, (ROWS, self.plan.tile_rows)
 
         def one(i: Any, sums: Any) -> Any:
@@ -274,7 +336,42 @@ class WideRowsKernel(FewRowsKernel):
 
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
         found = lax.fori_loop(0, tile.steps, one, zeros)
-        return found * self._factors(columns, shape, axis=1)
+        return found * self._factors(tile, column, warpgroup, shape, axis=1)
+
+    def _finish(self, tile: _Tile, values: Any, warpgroup: Any, store: Callable[[Any], None]) -> None:
+        """See `FewRowsKernel`; the warpgroup with the gate's product passes it to the other one."""
+        plan, memory = self.plan, self.memory
+        if plan.splits > 1 or not plan.gated:
+            store(values if plan.splits > 1 else self._result(tile, [values]))
+            return
+        product, part = self._place(warpgroup)
+        passed, full, empty = memory.gate.at[part], memory.gates.full.at[part], memory.gates.empty.at[part]
+
+        @pl.when(product == 1)
+        def _pass() -> None:
+            compat.store_as_it_is(passed, values)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(full)
+            plgpu.barrier_wait(empty)
+
+        @pl.when(product == 0)
+        def _take() -> None:
+            plgpu.barrier_wait(full)
+            gate = plgpu.load(passed, layout=plgpu.Layout.WGMMA, optimized=False)
+            self.backend.order_reads()
+            plgpu.barrier_arrive(empty)
+            store(self._result(tile, [values, gate]))
+
+    def _result(self, tile: _Tile, products: Sequence[Any]) -> Any:
+        """Return the result of the epilogue."""
+        plan, shape, factors = self.plan, (ROWS, self.plan.tile_rows), None
+        if plan.factored:
+            factors = self._spread(self.of_result.at[pl.ds(tile.row, plan.tile_rows)], shape, 1)
+        values = epilogue(products, factors, plan.activation)
+        if plan.clears:  # for any content of the other rows
+            row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+            values = jnp.where(row < self.groups[0], values, jnp.zeros_like(values))
+        return values
 
     def _multiply_halves(self, stage: Any, halves: Sequence[Any], sums: Any) -> None:
         for number, half in enumerate(halves):

@@ -18,14 +18,13 @@ from ejkernel.ops.implementation import Implementation, OperationCall
 from ejkernel.ops.utils.values.signature import is_known
 
 from . import launch
+from .few_rows_plan import FewRowsPlan, few_rows_plan
 from .plan import (
     FEW_ROWS,
     MOST_SUMS,
     STEP,
-    FewRowsPlan,
     MosaicGpuParams,
     QuantizedPlan,
-    few_rows_plan,
     grouped_plan,
     quantized_plan,
 )
@@ -58,9 +57,26 @@ class QuantizedProduct(Implementation[_Call], Generic[_Call]):
         """Return the plan of a launch."""
         raise NotImplementedError
 
+    def few_rows(self, call: _Call) -> bool:
+        """Return whether the kernel for few rows may run a supported call."""
+        return self.is_wide(call)
+
+    def is_wide(self, call: _Call) -> bool:
+        """Return whether few rows of 16 bits meet 8-bit matrices."""
+        dense = self.dense(call)
+        return dense.x_dtype in hopper.DTYPES and dense.w_block is not None and self.has_few_rows(call)
+
+    def has_few_rows(self, call: _Call) -> bool:
+        """Return whether there are at most 64 rows for each matrix, on average, and no scale varies along `k`."""
+        dense, groups = self.dense(call), getattr(call, "groups", 1)
+        return dense.scales_outside and is_known(dense.rows, groups) and dense.rows <= FEW_ROWS * groups
+
     def unsupported(self, call: _Call) -> str | None:
         """Return why the kernel does not run the call, and an alternative; `None` if it does."""
         dense = self.dense(call)
+        if self.is_wide(call):
+            # Apart from the dtype of its rows, a call with few rows of 16 bits is supported like one with 8-bit rows.
+            dense = dataclasses.replace(dense, x_dtype=dense.w_dtype, x_block=(1, None))
         if not is_known(dense.rows, dense.inner, dense.columns):
             return "it needs static shapes, and this program is exported with symbolic ones; use 'xla'."
         return (
@@ -71,7 +87,17 @@ class QuantizedProduct(Implementation[_Call], Generic[_Call]):
 
     def params_fault(self, call: _Call, params: MosaicGpuParams) -> str | None:
         """Return why the call cannot run with these parameters; `None` if it can."""
-        if params.block_m == FEW_ROWS or params.block_n not in _WIDTHS:
+        if params.block_m != FEW_ROWS:
+            wide = f"block_m must be {FEW_ROWS} for rows of 16 bits, got {params.block_m}."
+            return wide if self.is_wide(call) else self.tile_fault(call, params)
+        if not self.few_rows(call):
+            rows = self.dense(call).rows
+            return f"block_m={FEW_ROWS} is for at most {FEW_ROWS} rows with a scale each, got {rows}."
+        return _few_rows_fault(few_rows_plan(call, params))
+
+    def tile_fault(self, call: _Call, params: MosaicGpuParams) -> str | None:
+        """Return why a launch with tiles of 128 or 256 rows cannot have these parameters; `None` if it can."""
+        if params.block_n not in _WIDTHS:
             return f"block_m, block_n must be 128 or 256 and a multiple of 64, got {params.block_m, params.block_n}."
         plan = self.plan(call, params)
         if plan.shared_bytes() > hopper.SHARED_MEMORY:
@@ -89,6 +115,27 @@ class QuantizedProduct(Implementation[_Call], Generic[_Call]):
         return None
 
     def heuristic(self, call: _Call) -> MosaicGpuParams:
+        """Return good parameters; for few rows, the width that costs a multiprocessor the least time."""
+        if not self.few_rows(call):
+            return self.tile_heuristic(call)
+        plans = [(params, few_rows_plan(call, params)) for params in _few_rows_params(call)]
+        # The last of each width has the most stages.
+        deepest = {
+            params.block_n: params for params, plan in plans if plan.stages * plan.stage_bytes <= _IN_FLIGHT[plan.wide]
+        }
+
+        def cost(params: MosaicGpuParams) -> tuple[float, int]:
+            plan = few_rows_plan(call, params)
+            return (plan.cost() if plan.wide else plan.columns_per_program), -params.block_n
+
+        return min(deepest.values(), key=cost)
+
+    def space(self, call: _Call) -> Collection[MosaicGpuParams]:
+        """Return the search space."""
+        few = list(_few_rows_params(call)) if self.few_rows(call) else []
+        return few if self.is_wide(call) else [*few, *self.tile_space(call)] if few else self.tile_space(call)
+
+    def tile_heuristic(self, call: _Call) -> MosaicGpuParams:
         """Return good parameters: the widest tile that wastes few columns in the last one."""
         dense = self.dense(call)
         # Two parts with blocks' scales spill registers.
@@ -103,12 +150,12 @@ class QuantizedProduct(Implementation[_Call], Generic[_Call]):
         ]
         return next(params for params in deepest if self.plan(call, params).shared_bytes() <= hopper.SHARED_MEMORY)
 
-    def space(self, call: _Call) -> Collection[MosaicGpuParams]:
-        """Return the search space."""
+    def tile_space(self, call: _Call) -> Collection[MosaicGpuParams]:
+        """Return the search space of tiles of 128 or 256 rows."""
 
         def fits(block_m: int, block_n: int, stages: int, out_slots: int) -> bool:
             params = MosaicGpuParams(block_m=block_m, block_n=block_n, stages=stages, out_slots=out_slots)
-            return self.params_fault(call, params) is None
+            return self.tile_fault(call, params) is None
 
         axes = {
             "block_m": (128, 256),
@@ -126,41 +173,9 @@ class MosaicGpu(QuantizedProduct[QuantizedMatmulCall]):
     At most 64 rows, as in decoding, have their own kernel; these rows may have 16 bits.
     """
 
-    def unsupported(self, call: QuantizedMatmulCall) -> str | None:
-        """See `QuantizedProduct`."""
-        # Apart from the dtype of its rows, a call with few rows of 16 bits is supported like one with 8-bit rows.
-        as_narrow = dataclasses.replace(call, x_dtype=call.w_dtype, x_block=(1, None)) if _is_wide(call) else call
-        return super().unsupported(as_narrow)
-
-    def params_fault(self, call: QuantizedMatmulCall, params: MosaicGpuParams) -> str | None:
-        """See `QuantizedProduct`."""
-        if params.block_m != FEW_ROWS:
-            wide = f"block_m must be {FEW_ROWS} for rows of 16 bits, got {params.block_m}."
-            return wide if _is_wide(call) else super().params_fault(call, params)
-        if not _has_few_rows(call):
-            return f"block_m={FEW_ROWS} is for at most {FEW_ROWS} rows with a scale each, got {call.rows}."
-        return _few_rows_fault(few_rows_plan(call, params))
-
-    def heuristic(self, call: QuantizedMatmulCall) -> MosaicGpuParams:
-        """See `QuantizedProduct`; for few rows, the width that costs a multiprocessor the least time."""
-        if not _has_few_rows(call):
-            return super().heuristic(call)
-        plans = [(params, few_rows_plan(call, params)) for params in _few_rows_params(call)]
-        # The last of each width has the most stages.
-        deepest = {
-            params.block_n: params for params, plan in plans if plan.stages * plan.stage_bytes <= _IN_FLIGHT[plan.wide]
-        }
-
-        def cost(params: MosaicGpuParams) -> tuple[float, int]:
-            plan = few_rows_plan(call, params)
-            return (plan.cost() if plan.wide else plan.columns_per_program), -params.block_n
-
-        return min(deepest.values(), key=cost)
-
-    def space(self, call: QuantizedMatmulCall) -> Collection[MosaicGpuParams]:
-        """See `QuantizedProduct`."""
-        few = list(_few_rows_params(call)) if _has_few_rows(call) else []
-        return few if _is_wide(call) else [*few, *super().space(call)] if few else super().space(call)
+    def few_rows(self, call: QuantizedMatmulCall) -> bool:
+        """See `QuantizedProduct`; the rows may have 8 bits, too."""
+        return self.has_few_rows(call)
 
     def dense(self, call: QuantizedMatmulCall) -> QuantizedMatmulCall:
         """See `QuantizedProduct`."""
@@ -209,16 +224,7 @@ def groups_reason(call: QuantizedGroupedMatmulCall) -> str | None:
     return None
 
 
-def _is_wide(call: QuantizedMatmulCall) -> bool:
-    """Return whether few rows of 16 bits meet an 8-bit matrix."""
-    return call.x_dtype in hopper.DTYPES and call.w_block is not None and _has_few_rows(call)
-
-
-def _has_few_rows(call: QuantizedMatmulCall) -> bool:
-    return call.scales_outside and is_known(call.rows) and call.rows <= FEW_ROWS
-
-
-def _few_rows_params(call: QuantizedMatmulCall) -> Iterator[MosaicGpuParams]:
+def _few_rows_params(call: Any) -> Iterator[MosaicGpuParams]:
     """Yield all parameters for few rows, by width and stages."""
     for block_n in range(32, 257, 32):
         for stages in range(2, 13):
@@ -232,6 +238,8 @@ def _few_rows_fault(plan: FewRowsPlan) -> str | None:
         return f"it needs {plan.shared_bytes()} of {hopper.SHARED_MEMORY} bytes of shared memory."
     if plan.wide and plan.tile_columns % FEW_ROWS:
         return f"block_n must be a multiple of {FEW_ROWS} for rows of 16 bits, got {plan.tile_columns}."
+    if plan.gated and plan.tile_columns > 2 * FEW_ROWS:
+        return f"block_n must be {FEW_ROWS} or {2 * FEW_ROWS} with a gate, got {plan.tile_columns}."
     if plan.stages < plan.promoted:
         return f"stages must be at least {plan.promoted}, got {plan.stages}."
     return None
@@ -251,7 +259,8 @@ def _operands_reason(call: QuantizedMatmulCall, x: str, w: str, transpose: str) 
     if not call.is_narrow or (call.x_dtype == "int8") != (call.w_dtype == "int8"):
         return (
             f"{x} is {call.x_dtype} and {w} is {call.w_dtype}; 'mosaic_gpu' multiplies two float8 or two int8 "
-            f"operands, or {FEW_ROWS} dense rows of 16 bits by columns with a scale each; quantise both, or use 'xla'."
+            f"operands, or up to {FEW_ROWS} rows of 16 bits for each matrix by columns with a scale each; quantise "
+            "both, or use 'xla'."
         )
     if not call.scales_outside and ((call.x_block, call.w_block) not in _BLOCKS or call.is_integer):
         return (

@@ -36,6 +36,7 @@ class QuantizedMemory(NamedTuple):
         w_scale: Scales of the right operand's columns, or of blocks of columns; `QuantizedPlan.column_scales` as shape.
         out_scale: Scales of the result's rows, per consumer warpgroup, for tiles that end a group; `None` or
             empty if the result has no scales.
+        tiles: See `GroupedMemory`.
     """
 
     lhs: Any
@@ -45,6 +46,7 @@ class QuantizedMemory(NamedTuple):
     x_scale: Any
     w_scale: Any
     out_scale: Any = None
+    tiles: Any = None
 
 
 class QuantizedKernel(ProductKernel):
@@ -59,7 +61,7 @@ class QuantizedKernel(ProductKernel):
         base, plan = super().memory_types(), self.plan
         x_scale = plgpu.SMEM(plan.row_scales, jnp.float32) if plan.blocks else None
         w_scale = plgpu.SMEM(plan.column_scales, jnp.float32)
-        return QuantizedMemory(base.lhs, base.rhs, base.out, base.pipeline, x_scale, w_scale)
+        return QuantizedMemory(base.lhs, base.rhs, base.out, base.pipeline, x_scale, w_scale, tiles=base.tiles)
 
     def _matrices_type(self) -> Any:
         plan = self.plan

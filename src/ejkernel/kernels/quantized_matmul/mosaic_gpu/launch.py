@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from ejkernel.kernels._hopper.backend import backend_for
-from ejkernel.kernels._hopper.tile_shapes import ROWS, padded
+from ejkernel.kernels._hopper.tile_shapes import padded
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.launch import sizes_for
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.tiles import run_kernel
@@ -20,16 +17,15 @@ from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
 from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedActivationCall, QuantizedGroupedMatmulCall
 from ejkernel.kernels.quantized_matmul.quantized import Block, spread
 
+from .few_rows_launch import few_rows, few_rows_of_groups
+from .padding import each_factor, with_zeros
 from .plan import (
     CHUNK,
     FEW_ROWS,
-    HALF,
     ROW_TILE,
-    FewRowsPlan,
     MosaicGpuParams,
     QuantizedPlan,
     activated_plan,
-    few_rows_plan,
     grouped_plan,
     quantized_plan,
 )
@@ -61,7 +57,7 @@ def product(call: QuantizedMatmulCall, arrays: Any, params: MosaicGpuParams, *, 
     def compute(x: jax.Array, w: jax.Array, *given: jax.Array) -> jax.Array:
         *factors, w_scale = given
         if params.block_m == FEW_ROWS:
-            return _few_rows(call, params, (x, w, *factors, w_scale), interpret)
+            return few_rows(call, params, (x, w, *factors, w_scale), interpret)
         [x_scale] = factors
         sizes = jnp.full((1,), call.rows, jnp.int32)
         operands = _Operands(x, w[None], sizes, x_scale, w_scale[None], *blocks)
@@ -69,48 +65,6 @@ def product(call: QuantizedMatmulCall, arrays: Any, params: MosaicGpuParams, *, 
 
     found: jax.Array = one_by_one(compute, *(array for array in arrays if array is not None))
     return found
-
-
-def _few_rows(
-    call: QuantizedMatmulCall, params: MosaicGpuParams, arrays: Sequence[jax.Array], interpret: Any
-) -> jax.Array:
-    """Return the product of at most 64 rows."""
-    from .few_rows import multiply  # Mosaic GPU is not available in every environment
-
-    plan, (x, w, *x_scale, w_scale) = few_rows_plan(call, params), arrays
-    with jax.enable_x64(False):  # the kernel counts in int32
-        columns = call.columns
-        if plan.wide:
-            x, of_rows = _fitting(x, plan)
-        else:
-            of_rows = _factors(x_scale[0], (call.rows,), call.x_block or (), ROWS)
-        of_columns = _factors(w_scale, (columns,), call.w_block or (), plan.factors)
-        x, w = (_padded(array, (_whole_tiles(len(array)), plan.inner)) for array in (x, w))
-        if plan.wide:
-            x = x.reshape(len(x), -1, HALF // 2, 2, 2).swapaxes(2, 3).reshape(x.shape)
-        return multiply(plan, x, w, of_rows, of_columns, interpret=interpret)[:, :columns]
-
-
-def _whole_tiles(size: int) -> int:
-    """Return the rows of an array that copies of tiles can read: whole tiles, or less than one."""
-    return size if size < ROW_TILE else padded(size, ROW_TILE)
-
-
-def _fitting(x: jax.Array, plan: FewRowsPlan) -> tuple[jax.Array, Any]:
-    """Return rows in the dtype of the products, and factors, those of the rows first.
-
-    The factors are powers of two: in float16 a row loses digits only of
-    numbers that are 2**28 times smaller than its largest.
-    """
-    if x.dtype == plan.dtype:
-        # A constant with a zero at the end: XLA would run a kernel to make equal numbers.
-        return x, np.where(np.arange(2 * ROWS) < len(x), plan.divisor, 0).astype(np.float32)
-    wide = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=1)
-    exponent = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
-    power = jnp.maximum(lax.bitcast_convert_type(exponent, jnp.float32), 2.0**-100)
-    power = jnp.where(jnp.isfinite(largest), power, 1.0) * 2.0**-14
-    return (wide / power[:, None]).astype(plan.dtype), jnp.pad(power, (0, ROWS - len(x)))
 
 
 def grouped_product(
@@ -125,6 +79,9 @@ def grouped_product(
         params, interpret: As for `product`.
     """
     blocks: Any = call.lhs_block, call.rhs_block
+
+    if params.block_m == FEW_ROWS:
+        return few_rows_of_groups(call, params, arrays, interpret)
 
     def compute(lhs: Any, rhs: Any, groups: Any, lhs_scale: Any, rhs_scale: Any, *factors: jax.Array) -> jax.Array:
         sizes, scale, x_block = sizes_for(call, groups), lhs_scale, blocks[0]
@@ -153,6 +110,8 @@ def grouped_activation(
     """
     lhs_block: Any = call.lhs_block
     rhs_block: Any = call.rhs_block
+    if params.block_m == FEW_ROWS:
+        return [few_rows_of_groups(call, params, arrays, interpret)]
 
     def compute(lhs: Any, rhs: Any, groups: Any, lhs_scale: Any, rhs_scale: Any, *more: Any) -> list[jax.Array]:
         from .activated import activated  # Mosaic GPU is not available in every environment
@@ -160,15 +119,15 @@ def grouped_activation(
         plan, sizes = activated_plan(call, params), sizes_for(call, groups)
         columns = call.columns
         with jax.enable_x64(False):  # the kernel counts in int32
-            x = _padded(lhs, (plan.rows, plan.inner))
+            x = with_zeros(lhs, (plan.rows, plan.inner))
             shape = (call.groups, padded(columns, ROW_TILE), plan.inner)
             pairs = [(rhs, rhs_scale), *more[: call.gated]]
-            matrices, scales = [_padded(w, shape) for w, _ in pairs], [scale for _, scale in pairs]
+            matrices, scales = [with_zeros(w, shape) for w, _ in pairs], [scale for _, scale in pairs]
             if plan.blocks:
                 factors = [_along(scale) for scale in (lhs_scale, *scales)]
             else:
-                of_rows = _factors(lhs_scale, (call.rows,), lhs_block, plan.rows + plan.tile_rows)
-                of_columns = [_factors(each, (call.groups, columns), rhs_block, plan.factors) for each in scales]
+                of_rows = each_factor(lhs_scale, (call.rows,), lhs_block, plan.rows + plan.tile_rows)
+                of_columns = [each_factor(each, (call.groups, columns), rhs_block, plan.factors) for each in scales]
                 factors = [of_rows, *of_columns]
             room = plan.rows + plan.tile_rows - call.rows
             last = [jnp.pad(each.astype(jnp.float32), (0, room)) for each in more[call.gated :]]
@@ -187,32 +146,19 @@ def _multiplied(plan: QuantizedPlan, given: _Operands, interpret: Any) -> jax.Ar
 
     with jax.enable_x64(False):  # the kernel counts in int32
         rows, (groups, columns, _) = given.x.shape[0], given.w.shape
-        x = _padded(given.x, (plan.rows, plan.inner))
-        w = _padded(given.w, (groups, padded(columns, ROW_TILE), plan.inner))
+        x = with_zeros(given.x, (plan.rows, plan.inner))
+        w = with_zeros(given.w, (groups, padded(columns, ROW_TILE), plan.inner))
         if plan.blocks:
             kernel: Any = BlocksKernel(plan, backend_for(interpret))
             scales = _along(given.x_scale), _of_columns(given.w_scale, plan) if plan.thin else _along(given.w_scale)
         else:
             kernel = QuantizedKernel(plan, backend_for(interpret))
-            of_rows = _factors(given.x_scale, (rows,), given.x_block, plan.rows + plan.tile_rows)
-            of_columns = _factors(given.w_scale, (groups, columns), given.w_block, plan.factors)
+            of_rows = each_factor(given.x_scale, (rows,), given.x_block, plan.rows + plan.tile_rows)
+            of_columns = each_factor(given.w_scale, (groups, columns), given.w_block, plan.factors)
             scales = of_rows, of_columns
         arrays = x, w, given.sizes, *scales
         [out] = run_kernel(kernel, arrays, (plan.rows, plan.columns), name="quantized_matmul")
     return out
-
-
-def _padded(array: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Return an array with zeros behind it."""
-    added = [(0, wanted - size) for wanted, size in zip(shape, array.shape, strict=True)]
-    return jnp.pad(array, added) if any(more for _, more in added) else array
-
-
-def _factors(scale: jax.Array, shape: tuple[int, ...], block: Block, room: int) -> jax.Array:
-    """Return float32 factors of rows or of each group's columns, with room behind them for tiles that end later."""
-    each = spread(scale.astype(jnp.float32), (*shape, 1), block)[..., 0]
-    added = [(0, 0)] * (len(shape) - 1) + [(0, room - shape[-1])]
-    return jnp.pad(jnp.broadcast_to(each, shape), added).reshape(-1)
 
 
 def _of_each_row(scale: jax.Array, shape: tuple[int, ...], block: Block) -> jax.Array:
@@ -224,7 +170,7 @@ def _of_each_row(scale: jax.Array, shape: tuple[int, ...], block: Block) -> jax.
 def _along(scale: jax.Array) -> jax.Array:
     """Return float32 scales that copies of four along `k` can read."""
     more = padded(scale.shape[-1], CHUNK) - scale.shape[-1]
-    return _padded(scale.astype(jnp.float32), (*scale.shape[:-1], scale.shape[-1] + more))
+    return with_zeros(scale.astype(jnp.float32), (*scale.shape[:-1], scale.shape[-1] + more))
 
 
 def _of_columns(scale: jax.Array, plan: QuantizedPlan) -> jax.Array:

@@ -7,10 +7,7 @@ import dataclasses
 import math
 from typing import Any
 
-import jax.numpy as jnp
-
-from ejkernel.kernels._hopper.device import MULTIPROCESSORS
-from ejkernel.kernels._hopper.tile_shapes import ALIGNED, OVERHEAD, ROWS, WARPGROUPS, padded
+from ejkernel.kernels._hopper.tile_shapes import ALIGNED, ROWS, WARPGROUPS, padded
 from ejkernel.kernels._options import check_parameters
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import ProductPlan, WgradParams, WgradPlan
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
@@ -23,9 +20,7 @@ from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 from ejkernel.ops.utils.messages.names import NamedFields
 
 STEP = 128  # of `k`, per step of the mainloop: one swizzle of bytes
-HALF = STEP // 2  # pairs of numbers in a step
 PROMOTED = 2  # steps whose float8 products are summed in the tensor core; with few rows, steps released together
-LEAST_STEPS = 4  # of a split
 FEW_ROWS = 64  # the value of `block_m`, and the most rows, of the kernel for few rows
 ROW_TILE = 8  # rows of a tile of shared memory
 CHUNK = 4  # scales along `k` that a copy brings: 16 bytes
@@ -35,11 +30,7 @@ MOST_SUMS = 192  # registers per thread, of 232, for sums and an accumulator
 ROWS_WITH_SHORT_TILES = range(256, 1024)
 _OUT_SCALES = 1024  # bytes of the scales of a tile's rows, and the alignment of what follows
 _TILES_FOR_CLUSTERS = 16  # rows of tiles; if their number is odd, two blocks compute the last one
-_CACHED = 0.15  # cost of bytes that lie in the L2 cache
-_PER_STEP = 1_000  # bytes that are read while a step begins
-_LEAST_STEP = 15_000  # bytes that are read during a step of few columns
-_SPLIT = 20_000  # bytes that are read while the results of a split are summed
-_PART = 128  # columns that share an accumulator: 256 columns of it do not fit beside as many sums in registers
+PART = 128  # columns that share an accumulator: 256 columns of it do not fit beside as many sums in registers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +104,7 @@ class QuantizedPlan(ProductPlan):
     @property
     def parts(self) -> int:
         """Pieces of a tile's columns, each with its own instruction."""
-        return max(1, self.tile_columns // _PART) if self.promoted else 1
+        return max(1, self.tile_columns // PART) if self.promoted else 1
 
     @property
     def part_columns(self) -> int:
@@ -245,138 +236,6 @@ class QuantizedWgradPlan(WgradPlan):
         return 2 * super().sums_per_thread()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FewRowsPlan:
-    """The launch of a product with at most 64 rows.
-
-    Attributes:
-        rows, inner, columns: Sizes, padded to what copies can begin and end with.
-        dtype, w_dtype, out_dtype: Names of the dtypes.
-        tile_columns: Columns of a tile.
-        stages: Pipeline stages.
-        promoted: As in `QuantizedPlan`.
-    """
-
-    rows: int
-    inner: int
-    columns: int
-    dtype: str
-    w_dtype: str
-    out_dtype: str
-    tile_columns: int
-    stages: int
-    promoted: int = 0
-
-    @property
-    def splits(self) -> int:
-        """Blocks of threads that share the steps of a tile."""
-        return -(-self.all_steps // self.steps)
-
-    @property
-    def result_dtype(self) -> str:
-        """The dtype that the kernel stores."""
-        return self.out_dtype if self.splits == 1 else "float32"
-
-    @property
-    def result_shape(self) -> tuple[int, int]:
-        """The shape that the kernel stores: the result, or its transpose from each split."""
-        return (self.rows, self.columns) if self.splits == 1 else (self.splits * self.factors, self.tile_rows)
-
-    @property
-    def buffer_shape(self) -> tuple[int, int]:
-        """The shape of a consumer's part of a tile."""
-        shape = self.tile_rows, self.part_columns
-        return shape if self.splits == 1 else shape[::-1]
-
-    @property
-    def is_integer(self) -> bool:
-        """Whether the sums are int32."""
-        return self.dtype == "int8"
-
-    @property
-    def wide(self) -> bool:
-        """Whether the rows have 16 bits, so that the matrix is widened."""
-        return jnp.dtype(self.dtype).itemsize == 2
-
-    @property
-    def divisor(self) -> int:
-        """The divisor of the widened numbers of the matrix."""
-        return 64 if self.wide and self.w_dtype == "int8" and self.dtype == "bfloat16" else 1
-
-    @property
-    def tile_rows(self) -> int:
-        """Rows of a tile: those of an instruction, or its columns if the result is transposed."""
-        return padded(self.rows, ROW_TILE) if self.wide else ROWS
-
-    @property
-    def consumers(self) -> int:
-        """Warpgroups that share a tile's columns."""
-        if self.wide:
-            return self.tile_columns // ROWS
-        return 1 if self.tile_columns <= _PART else 2
-
-    @property
-    def part_columns(self) -> int:
-        """Columns of a consumer."""
-        return self.tile_columns // self.consumers
-
-    @property
-    def steps(self) -> int:
-        """Steps of a block of threads for a tile; the last split may have fewer."""
-        blocks = MULTIPROCESSORS if self.wide else 1
-        splits = max(1, min(blocks // self.column_tiles, self.all_steps // LEAST_STEPS))
-        return -(-self.all_steps // splits)
-
-    @property
-    def all_steps(self) -> int:
-        """Steps of a tile."""
-        return self.inner // STEP
-
-    @property
-    def column_tiles(self) -> int:
-        """Tiles of the result."""
-        return -(-self.columns // self.tile_columns)
-
-    @property
-    def programs(self) -> int:
-        """Blocks of threads."""
-        return min(MULTIPROCESSORS, self.column_tiles * self.splits)
-
-    @property
-    def factors(self) -> int:
-        """Factors of columns, for whole tiles."""
-        return self.column_tiles * self.tile_columns
-
-    @property
-    def stage_bytes(self) -> int:
-        """Bytes of a pipeline stage."""
-        return (self.tile_rows * jnp.dtype(self.dtype).itemsize + self.tile_columns) * STEP
-
-    @property
-    def columns_per_program(self) -> int:
-        """Columns that a block of threads computes."""
-        return -(-self.column_tiles // self.programs) * self.tile_columns
-
-    def cost(self) -> float:
-        """Return the time of rows of 16 bits, in bytes of `w` that a block of threads reads meanwhile.
-
-        The factors were fitted to a few shapes on one H200.
-        """
-        rows = self.tile_rows * STEP * jnp.dtype(self.dtype).itemsize  # they come from the L2 cache
-        step = max(self.tile_columns * STEP + _CACHED * rows + _PER_STEP, _LEAST_STEP)
-        tiles = -(-self.column_tiles * self.splits // self.programs)
-        summed = 8 * math.prod(self.result_shape) / MULTIPROCESSORS + _SPLIT * self.splits if self.splits > 1 else 0
-        return tiles * self.steps * step + summed
-
-    def shared_bytes(self) -> int:
-        """Return the shared memory of a block of threads."""
-        return (
-            self.stages * self.stage_bytes
-            + self.tile_rows * self.tile_columns * jnp.dtype(self.result_dtype).itemsize
-            + OVERHEAD
-        )
-
-
 def quantized_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> QuantizedPlan:
     """Return the plan of a launch."""
     blocks = not call.scales_outside
@@ -447,22 +306,6 @@ def quantized_wgrad_plan(call: QuantizedGroupedWgradCall, params: WgradParams) -
         out_slots=params.out_slots,
         snake=params.snake,
         thin=not call.square,
-    )
-
-
-def few_rows_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> FewRowsPlan:
-    """Return the plan of a launch for at most 64 rows."""
-    return FewRowsPlan(
-        rows=call.rows,
-        inner=padded(call.inner, STEP),
-        columns=padded(call.columns, ALIGNED),
-        # The instruction that widens float8 has float16 as its only target.
-        dtype=call.x_dtype if call.is_narrow or call.w_dtype == "int8" else "float16",
-        w_dtype=call.w_dtype,
-        out_dtype=call.out_dtype,
-        tile_columns=params.block_n,
-        stages=params.stages,
-        promoted=0 if not call.is_narrow or call.is_integer or call.fast else PROMOTED,
     )
 
 

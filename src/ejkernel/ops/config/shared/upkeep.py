@@ -140,7 +140,7 @@ def _is_unwanted(line: bytes, unwanted: Callable[[StoredEntry], bool]) -> bool:
 
 
 def _replace_packs(place: SharedPlace, lines: Iterable[bytes], gone: Collection[str], there: Collection[str]) -> int:
-    """Write packs of `lines` that are not `there` yet, then remove those `gone`; return the fall in their number."""
+    """Write packs of `lines` not `there` yet, then remove those `gone`; return by how much their number fell."""
     new = dict(packed(lines))
     added = new.keys() - set(there)
     for name in sorted(added):

@@ -7,10 +7,10 @@ import dataclasses
 from typing import Any
 
 from ejkernel.ops.config.cache import ConfigCache
-from ejkernel.ops.config.entries import shipped_configs, sister_of
+from ejkernel.ops.config.entries import saved_in, shipped_configs, sister_of
 from ejkernel.ops.config.estimates import EstimateFiles, chosen
-from ejkernel.ops.config.policy import AutotunePolicy
-from ejkernel.ops.config.staleness import Action, saved_in, standing
+from ejkernel.ops.config.policy import Action, AutotunePolicy
+from ejkernel.ops.config.staleness import standing
 from ejkernel.ops.config.tiers import tier as tiers
 from ejkernel.ops.config.tiers.tier import Consulted, Resolution, Tier
 from ejkernel.ops.core.context import current_scope

@@ -26,7 +26,7 @@ from ejkernel.ops.core.callspec import array_names
 from ejkernel.ops.core.hooks import overrides
 from ejkernel.ops.core.sharding.nodes import factors, local, specs_of_gradients
 from ejkernel.ops.core.sharding.parts import with_own_arguments
-from ejkernel.ops.core.sharding.rule import Factors
+from ejkernel.ops.core.sharding.rule import WHOLE_BLOCKS, Factors
 from ejkernel.ops.core.sharding.split import Shapes, Split, mesh_axes, shard_function, split
 from ejkernel.ops.core.transformations.autodiff import innermost
 from ejkernel.ops.core.transformations.nodes import Node
@@ -119,8 +119,8 @@ def _check_all_axes_are_split(node: Node, specs: Sequence[PartitionSpec], chosen
             over = ", ".join(map(repr, left))
             alone = ", ".join(mesh_axes(own)) or "nothing"
             why = (
-                f"but here it can be split only over {alone}: another array is sharded differently, or its shards "
-                "would cut a block or not match those of a dependent axis"
+                f"but here it can be split only over {alone}: another array is sharded differently, {WHOLE_BLOCKS}, or "
+                "its shards would not match those of a dependent axis"
                 if name in chosen.factors.splittable
                 else "but every device needs all of it"
             )

@@ -11,6 +11,7 @@ from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.values.signature import HasType
 
 Factor = str | None  # the name of an axis; `None` if it is never sharded
+WHOLE_BLOCKS: Final = "a shard must begin and end with a block"  # in messages
 _UNNAMED: Final = "_"
 _ELLIPSIS: Final = "..."
 
