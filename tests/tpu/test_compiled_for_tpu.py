@@ -98,7 +98,7 @@ def test_the_limit_of_a_kernel_is_the_compilers(sharding):
     args = (
         jax.ShapeDtypeStruct(shape, "bfloat16", sharding=sharding) for shape in ((call.rows, call.dim), (call.dim,))
     )
-    too_many = row_norms.PallasParams(block_rows=1024)  # less than the chip has
+    too_many = row_norms.PallasParams(block_rows=limit_of(call) >> 14)  # less than the chip has
     assert f"a kernel may take {limit_of(call)} on" in implementation.params_fault(call, too_many)
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"limit {limit_of(call) >> 20}.00M"):
         used_memory(lambda *args: implementation.forward(call, *args, params=too_many)[0], *args)
