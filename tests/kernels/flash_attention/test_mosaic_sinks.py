@@ -11,22 +11,10 @@ import numpy as np
 import pytest
 from tests.kernels.attention_cases import CAUSAL, Case
 from tests.kernels.flash_attention.test_mosaic_backward import FUSED, SPLIT, reference_with_gradients
+from tests.kernels.flash_attention.test_mosaic_random import Simulated
 
 from ejkernel import compat
 from ejkernel.kernels.flash_attention.common import arguments_of, describe
-from ejkernel.kernels.flash_attention.mosaic_gpu.implementation import MosaicGpu
-
-
-class Simulated(MosaicGpu):
-    """The implementation, simulated on a CPU."""
-
-    def differentiate(self, operands, residuals, dout, rules, params):
-        """See `MosaicGpu`."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        from ejkernel.kernels.flash_attention.mosaic_gpu.launch import backward
-
-        return backward(operands, residuals, dout, rules, params, interpret=plgpu.InterpretGPUParams())
 
 
 @pytest.mark.slow
