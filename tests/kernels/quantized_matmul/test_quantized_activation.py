@@ -208,6 +208,31 @@ def test_one_operand_without_scales_has_a_gradient(wide, gated):
             np.testing.assert_allclose(found, expected, atol=1e-4 * float(jnp.abs(expected).max()), rtol=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"activation": "silu"}, {"row_scale": jnp.full(6, 3.0)}], ids=str)
+@pytest.mark.parametrize("grouped", [False, True], ids=["dense", "groups"])
+@pytest.mark.parametrize("wide", ["lhs", "rhs"])
+def test_gradients_beyond_the_range_of_float16_are_scaled_into_it(wide, grouped, options):
+    x, w = operands(6, 40, 128, 2, gated=False)
+    x, w = (Quantized(each.values, 1e-3 * each.scale, each.block) for each in (x, w))
+    w = w if grouped else Quantized(w.values[0], w.scale[0], w.block[1:])
+    own, other, dout = *((x, w) if wide == "lhs" else (w, x)), jnp.full((6, 40), 2e5)
+
+    def gradient(other, dtype):
+        def run(own):
+            lhs, rhs = (own, other) if wide == "lhs" else (other, own)
+            how = options | {"preferred_element_type": "float32"}
+            if grouped:
+                return grouped_matmul(lhs, rhs, jnp.asarray([2, 3]), transpose_rhs=True, **how)
+            return quantized_matmul(lhs, rhs, transpose_w=True, **how)
+
+        return jax.vjp(run, own.dequantize().astype(dtype))[1](dout)[0]
+
+    found, expected = gradient(other, "float16"), gradient(other, "float32")
+    assert found.dtype == jnp.float16
+    np.testing.assert_allclose(found, expected, rtol=0.02, atol=2e-3 * float(jnp.abs(expected).max()))
+
+
 X, W, GATE = operands(4, 8, 128, 1)
 MATRIX = Quantized(W.values[0], W.scale[0], W.block[1:])
 DENSE = MATRIX.dequantize()
