@@ -243,10 +243,17 @@ DENSE = MATRIX.dequantize()
     [
         (lambda: quantized_matmul(X.dequantize(), DENSE, transpose_w=True, gate=DENSE), "x or w must .* to pass gate="),
         (lambda: quantized_matmul(X, DENSE, transpose_w=True, gate=MATRIX), "gate must be an array like w"),
-        (lambda: quantized_matmul(X, DENSE, transpose_w=True, gate=DENSE[:4]), r"gate must be like rhs, float32\[1, 8"),
+        (lambda: quantized_matmul(X, DENSE, transpose_w=True, gate=DENSE[:4]), r"gate must .* like w, float32\[8"),
+        (lambda: quantized_matmul(X, DENSE, transpose_w=True, gate=W.dequantize()), r"gate must .* got float32\[1, 8"),
+        (lambda: quantized_matmul(X.dequantize(), MATRIX, x_scale=X.scale, activation="silu"), "x_scale must be None"),
+        (lambda: quantized_matmul(X.dequantize(), MATRIX, activation="silu"), r"x must .*; pass transpose_w=True"),
+        (lambda: quantized_matmul(None, MATRIX, row_scale=jnp.ones(4)), "x must be Quantized, .* got NoneType"),
+        (lambda: quantized_matmul(X, W, activation="silu"), r"w a matrix; got .*\[1, 8, 128\]"),
+        (lambda: quantized_matmul(X, jax.tree.map(lambda _: None, MATRIX), activation="silu"), r"w\.values must"),
+        (lambda: grouped(X, GATE, quantize=None, transpose_rhs=False), "; pass transpose_rhs=True"),
         (lambda: quantized_matmul(X, MATRIX, quantize=E4M3, preferred_element_type="float32"), "must be None with"),
         (lambda: quantized_matmul(X.dequantize(), MATRIX, transpose_w=True, quantize=E4M3), "must be in 8 bits"),
-        (lambda: quantized_matmul(X, MATRIX, quantize=E4M3, gate=jnp.ones((8, 128))), "gate must be Quantized"),
+        (lambda: quantized_matmul(X, MATRIX, transpose_w=True, gate=jnp.ones((8, 128))), "gate must be Quantized"),
         (lambda: grouped(X, W, activation="sillu"), "did you mean 'silu'"),
         (lambda: grouped(X, W, quantize="int4"), "quantize must be one of"),
         (lambda: grouped(X, W, row_scale=jnp.ones(4)), "row_scale must be None with quantize"),
@@ -262,7 +269,7 @@ def test_wrong_arguments_are_named(call, message):
 
 
 def grouped(x, w, **options):
-    return grouped_matmul(x, w, jnp.asarray([4]), transpose_rhs=True, **{"quantize": E4M3, **options})
+    return grouped_matmul(x, w, jnp.asarray([4]), **{"transpose_rhs": True, "quantize": E4M3, **options})
 
 
 def test_a_gradient_is_refused():

@@ -262,7 +262,9 @@ def _check_shapes(lhs: Any, rhs: Any, *, transpose_rhs: bool) -> None:
             f"lhs must be [m, k] and rhs have a matrix for each group; got {type_text(lhs)} and {type_text(rhs)}."
         )
     if lhs.shape[1] != rhs.shape[2 if transpose_rhs else 1]:
+        is_other_way = lhs.shape[1] == rhs.shape[1 if transpose_rhs else 2]
+        hint = f"; pass transpose_rhs={not transpose_rhs}" if is_other_way else ""
         raise ArgumentError(
             f"lhs and rhs must have one k where transpose_rhs is {transpose_rhs}; got {type_text(lhs)} and "
-            f"{type_text(rhs)}."
+            f"{type_text(rhs)}{hint}."
         )
