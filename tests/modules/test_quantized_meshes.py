@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel.modules import (
     Quantized,
+    grouped_matmul,
     quantize,
     quantize_both,
     quantized_dense,
@@ -103,6 +104,23 @@ def test_activations_of_rows_in_16_bits_split_by_rows_and_columns(kind):
     matrices = [Quantized(*(placed(mesh, each, "b") for each in (a.values, a.scale)), a.block) for a in (w, gate)]
     found = run(placed(mesh, x, "a"), *matrices, placed(mesh, factors, "a"))
     for actual, expected in zip(jax.tree.leaves(found), jax.tree.leaves(run(x, w, gate, factors)), strict=True):
+        near(actual, expected, 0.01)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_of_experts_stay_on_their_devices(kind):
+    x, factors, mesh = normal(16, 256, dtype=jnp.float32), normal(16, seed=3), mesh_of(kind)
+    w, gate = (quantize(normal(4, 256, 256, seed=seed), block=64, axis=(1, 2)) for seed in (1, 2))
+    sizes = jnp.asarray([5, 0, 9, 1], jnp.int32)
+
+    def loss(x, w, gate, factors):
+        how = {"activation": "silu", "gate": gate, "row_scale": factors, "transpose_rhs": True}
+        return jnp.sin(grouped_matmul(x, w, sizes, **how)).sum()
+
+    run = jax.jit(jax.value_and_grad(loss, (0, 3)))
+    args = (x, *(jax.tree.map(lambda a: placed(mesh, a, "b"), each) for each in (w, gate)), factors)
+    assert "all-gather" not in run.lower(*args).compile().as_text()
+    for actual, expected in zip(jax.tree.leaves(run(*args)), jax.tree.leaves(run(x, w, gate, factors)), strict=True):
         near(actual, expected, 0.01)
 
 

@@ -190,7 +190,10 @@ class QuantizedGroupedActivation(GroupedOperation[QuantizedGroupedActivationConf
         return tuple(found)
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule:
-        """Return a rule that splits rows, and columns by whole blocks; an activation needs the complete sum."""
+        """Return a rule that splits rows, groups, and columns by whole blocks; an activation needs the complete sum.
+
+        As in `grouped_matmul_activation`, the results of all shards of groups add up; results in 8 bits do not.
+        """
         lhs, rhs, _, lhs_scale, rhs_scale, *more = inv.args
         axes = "groups columns inner" if inv.kwargs.get("transpose_rhs") else "groups inner columns"
         scales = ScaleAxes()
@@ -205,7 +208,7 @@ class QuantizedGroupedActivation(GroupedOperation[QuantizedGroupedActivationConf
         texts += ["rows"] * len(more[1:])
         return ShardingRule(
             f"{', '.join(texts)} -> {', '.join(['rows columns', *of_out])}",
-            split=scales.split(names),
+            split=scales.split(names if quantized else [*names, "groups"]),
             follows=scales.follows,
             multiples=scales.multiples,
             cheapest=True,
