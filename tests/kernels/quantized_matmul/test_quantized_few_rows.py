@@ -84,6 +84,17 @@ def test_simulated_kernels_have_no_races(monkeypatch, name):
     compare(monkeypatch, *SIMULATED[name], races=True)
 
 
+def test_sizes_of_64_bits_are_clipped_before_they_are_narrowed():
+    if reason := compat.mosaic_gpu_reason():
+        pytest.skip(reason)
+    _, _, args, _, call = described((20, 64, 128), (5, 15), ("bfloat16", "int8"))
+    params = MosaicGpuParams(block_m=64, **NARROW)
+    with jax.enable_x64(True):
+        args = (*args[:2], jax.ShapeDtypeStruct((2,), "int64"), *args[3:5])
+        # JAX warns of numbers that it truncates, and a warning is an error.
+        assert jax.eval_shape(lambda *args: launch.grouped_product(call, args, params), *args).shape == (20, 64)
+
+
 def compare(monkeypatch, shape, sizes, dtypes, options, params, *, races=False):
     if reason := compat.mosaic_gpu_reason():
         pytest.skip(reason)

@@ -13,7 +13,15 @@ from jax import lax
 
 from ejkernel.kernels._hopper.tile_shapes import ROWS, padded
 from ejkernel.kernels._varying import one_by_one
-from ejkernel.kernels.grouped_matmul.common import Groups, finished, own_rows, row_spans, without_rest
+from ejkernel.kernels.grouped_matmul.common import (
+    Groups,
+    clipped_sizes,
+    finished,
+    own_rows,
+    row_spans,
+    taken_apart,
+    without_rest,
+)
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.launch import sizes_for
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
 from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMatmulCall
@@ -65,6 +73,9 @@ def few_rows_of_groups(
         from .few_rows import multiply
 
         plan = few_rows_plan(call, params)
+        sizes, first = taken_apart(groups)
+        sizes = clipped_sizes(sizes, call.rows)  # before 64 bits are switched off
+        groups = sizes if first is None else (sizes, first)
         pairs, factors = [(rhs, rhs_scale), *more[: call.gated]], more[call.gated :]
         factors = tuple(factor.astype(jnp.float32) for factor in factors)
         with jax.enable_x64(False):  # the kernel counts in int32
