@@ -252,6 +252,7 @@ WRONG = {
         "axis_name must name each mesh axis once; got .'context', ",
     ),
     "a number": ({"axis_name": 3}, "axis_name must be the name of a mesh axis, several names, or None; got 3"),
+    "no axes": ({"axis_name": ()}, r"axis_name must name a mesh axis, got \(\); for a whole sequence, pass None"),
     "no axis": ({"axis_name": None, "gather_keys": True}, "gather_keys needs axis_name.*got gather_keys=True"),
 }
 

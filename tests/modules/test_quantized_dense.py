@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from ejkernel.modules import (
     DelayedScaling,
@@ -134,6 +136,26 @@ def test_numbers_beyond_the_history_are_clipped_and_infinity_stays_visible():
     out, following = jax.value_and_grad(layer, 1)(spoilt, known)
     assert jnp.isnan(out)
     np.testing.assert_array_equal(following.x, [0.0, 1.0])  # later steps scale by finite numbers
+
+
+@pytest.mark.slow
+def test_devices_of_a_shard_map_share_a_replicated_history():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    specs = {"in_specs": (P("data"), P(), P()), "out_specs": P("data")}
+    w = normal(64, 32, seed=1)
+    x = normal(2, 8, 64) * jnp.array([1.0, 4.0])[:, None, None]
+
+    def run(layer):
+        def two_steps(x):
+            loss = lambda w, scaling: jnp.square(layer(x, w, scaling)).mean()  # noqa: E731
+            scaling = jax.grad(loss, 1)(w, DelayedScaling.start(2))
+            return layer(x, w, scaling), jax.grad(loss, (0, 1))(w, scaling)
+
+        return jax.jit(jax.vmap(two_steps))(jnp.stack([x, x[::-1] * 0.5]))
+
+    layer = lambda x, w, scaling: quantized_dense(x, w, scaling=scaling)  # noqa: E731
+    expected, found = run(layer), run(jax.shard_map(layer, mesh=mesh, **specs))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5), expected, found)
 
 
 @pytest.mark.slow

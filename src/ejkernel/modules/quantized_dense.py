@@ -85,9 +85,9 @@ def quantized_dense(
     the result's gradient with a scale for 128x128 numbers. `quantize_both` makes the rows and the columns of `x` in one
     pass; the gradient keeps the columns, in 8 bits.
 
-    Numbers beyond the range are clipped; infinity becomes NaN. Under `jit` over a mesh the magnitudes are those of
-    whole arrays. Inside `jax.shard_map`, and where gradients of several calls are added, histories would be added too:
-    use current scaling there.
+    Numbers beyond the range are clipped; infinity becomes NaN. Under `jit` over a mesh, and with a history that is
+    replicated inside `jax.shard_map`, the magnitudes are those of whole arrays. With `check_vma=False`, and where
+    gradients of several calls are added, histories would be added too: use current scaling there.
 
     On Hopper GPUs `mosaic_gpu` runs each matmul of 8-bit numbers.
 
@@ -412,19 +412,22 @@ def _turned(array: Quantized) -> Quantized:
     return Quantized(_rows(array.values).T, array.scale.reshape(1, 1), (None, None))
 
 
-def _largest(x: jax.Array) -> jax.Array:
-    return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+def _largest(x: jax.Array, history: jax.Array) -> jax.Array:
+    """Return the largest magnitude, over all devices of a `shard_map` that share the history."""
+    found: jax.Array = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+    axes = compat.varying_axes(found) - compat.varying_axes(history)
+    return jax.lax.pmax(found, tuple(sorted(axes))) if axes else found
 
 
 def _by_history(x: jax.Array, history: jax.Array, dtype: str) -> Quantized:
     """Return `x` scaled by the largest magnitude of its history; by its own if the history is empty."""
     known = jnp.max(history)
-    largest = jax.lax.cond(known > 0, lambda: known, lambda: _largest(x))
+    largest = jax.lax.cond(known > 0, lambda: known, lambda: compat.match_varying(known, _largest(x, history)))
     return quantize_by(x, largest, dtype)
 
 
 def _added(history: jax.Array, x: jax.Array) -> jax.Array:
     """Return the history with the magnitude of `x` first; one that is not finite counts as none."""
-    largest = _largest(x)
+    largest = _largest(x, history)
     latest = jnp.where(jnp.isfinite(largest), largest, 0)
     return jnp.concatenate([latest[None], history[:-1]])

@@ -355,6 +355,11 @@ def _operand(name: str, array: Any, scale: Any, axis: int) -> tuple[Any, Any, Bl
     if scale is None or not is_array(array) or str(array.dtype) not in LARGEST:
         return array, scale, None
     if is_array(scale) and len(scale.shape) == 1 and len(array.shape) == 2:
+        if scale.shape[0] != array.shape[axis]:
+            raise ArgumentError(
+                f"{name}_scale must be a number, a vector of {array.shape[axis]} numbers (axis {axis} of {name}), or "
+                f"an array with the rank of {name}; got {type_text(scale)} for {name} {type_text(array)}."
+            )
         scale = scale.reshape((-1, 1) if axis == 0 else (1, -1))
     found = given_scale(name, array, scale)
     return *without_gradient(found.values, found.scale), found.block

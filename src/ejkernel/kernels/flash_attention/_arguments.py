@@ -285,6 +285,8 @@ def _axis_names(axis_name: Any) -> tuple[str, ...]:
     names = (axis_name,) if isinstance(axis_name, str) else () if axis_name is None else axis_name
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise ArgumentError(f"axis_name must be the name of a mesh axis, several names, or None; got {axis_name!r}.")
+    if not names and axis_name is not None:
+        raise ArgumentError(f"axis_name must name a mesh axis, got {axis_name!r}; for a whole sequence, pass None.")
     if len(set(names)) < len(names):
         raise ArgumentError(f"axis_name must name each mesh axis once; got {axis_name!r}.")
     return tuple(names)
