@@ -225,6 +225,14 @@ def test_a_scale_may_be_a_python_number():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("entries", [2, 64])
+def test_a_vector_of_scales_has_one_for_each_column(entries):
+    """A vector for `k` must not count as scales of blocks of columns."""
+    x, w = jnp.ones((4, 64), jnp.bfloat16), jnp.ones((128, 64), jnp.int8)
+    with pytest.raises(ArgumentError, match="w_scale must be a number, a vector of 128 numbers"):
+        quantized_matmul(x, w, w_scale=jnp.ones(entries), transpose_w=True)
+
+
 def test_a_plain_array_takes_its_scale_by_shape():
     x, w = quantize(normal(8, 256), block=128), quantize(normal(256, 6, seed=1), axis=0)
     for scale in (w.scale, w.scale[0]):

@@ -279,7 +279,7 @@ def quantized_matmul(
         for name, value in {"preferred_element_type": preferred_element_type, "row_scale": row_scale}.items():
             if quantize is not None and value is not None:
                 raise ArgumentError(f"{name} must be None with quantize, got {value_text(value)}.")
-        options |= {"row_scale": _checked_row_scale(row_scale, x), "activation": activation, "quantize": quantize}
+        options |= {"row_scale": row_scale, "activation": activation, "quantize": quantize}
         options |= {"transpose_rhs": transpose_w, "cfg": cfg}
         return _of_groups((x, x_scale, x_block), (w, w_scale, w_block), gate, options)
     chosen: Any = cfg
@@ -298,20 +298,26 @@ def quantized_matmul(
 
 def _of_groups(x: Any, w: Any, gate: Any, options: dict[str, Any]) -> Any:
     """Return a matmul with an epilogue: that of one group of rows."""
-    (values, scale, block), (matrix, _, w_block) = x, w
+    (values, scale, block), (matrix, w_scale, w_block) = x, w
     if block is None and w_block is None:
         names = ("activation", "gate", "quantize", "row_scale")
         asked = [f"{name}=" for name in names if (gate if name == "gate" else options[name]) is not None]
         raise ArgumentError(f"x or w must be in 8 bits, with scales, to pass {', '.join(asked)}; see quantize.")
     if options["quantize"] is not None and None in (block, w_block):
         raise ArgumentError("x and w must be in 8 bits to pass quantize=; see quantize, or quantize the result.")
+    _quantized_matmul.prepare(  # its messages have the names of arguments here
+        *(values, matrix, scale, w_scale), x_block=block, w_block=w_block, transpose_w=options["transpose_rhs"]
+    )
+    options["row_scale"] = _checked_row_scale(options["row_scale"], values)
     rows = flat(values) if block is None else Quantized(flat(values), flat(scale), flat_block(block))
-    group = matrix[None] if w_block is None else _one_group(Quantized(*w))
+    group = _one_group(matrix, w_scale, w_block)
     if gate is not None:
-        if is_quantized(gate) != (w_block is not None) or not (is_quantized(gate) or is_array(gate)):
+        other, *more = quantized_operand("gate", gate)
+        is_alike = is_array(other) and tuple(other.shape) == tuple(matrix.shape)
+        if not is_alike or (more[1] is None) != (w_block is None):
             wanted = "an array" if w_block is None else "Quantized"
-            raise ArgumentError(f"gate must be {wanted} like w; got {type_text(gate)}.")
-        gate = gate[None] if w_block is None else _one_group(gate)
+            raise ArgumentError(f"gate must be {wanted} like w, {type_text(matrix)}; got {type_text(other)}.")
+        gate = _one_group(other, *more)
     sizes = jnp.full((1,), rows.shape[0], jnp.int32)
     found = grouped_matmul(rows, group, sizes, gate=gate, **options)
     if not isinstance(found, Quantized):
@@ -324,7 +330,7 @@ def _checked_row_scale(row_scale: Any, x: Any) -> Any:
     """Return the factors of rows as a vector."""
     if row_scale is None:
         return None
-    shape = tuple(x.shape[:-1]) if is_array(x) else None
+    shape = tuple(x.shape[:-1])
     if not is_array(row_scale) or tuple(row_scale.shape) != shape:
         raise ArgumentError(
             f"row_scale must be an array of shape {shape}, that of x's rows; got {type_text(row_scale)}."
@@ -337,12 +343,9 @@ def _with_rows(array: Any, shape: Sequence[int]) -> Any:
     return array.reshape(*shape[:-1], array.shape[-1])
 
 
-def _one_group(w: Any) -> Quantized:
+def _one_group(matrix: Any, scale: Any, block: Block | None) -> Any:
     """Return a matrix as that of the only group."""
-    w = w if isinstance(w, Quantized) else Quantized.from_qwix(w)
-    if len(w.values.shape) != 2 or w.block is None:
-        raise ArgumentError(f"w and gate must be quantised matrices; got {type_text(w.values)}.")
-    return Quantized(w.values[None], w.scale[None], (1, *full_block(w.block, 2)))
+    return matrix[None] if block is None else Quantized(matrix[None], scale[None], (1, *full_block(block, 2)))
 
 
 def _operand(name: str, array: Any, scale: Any, axis: int) -> tuple[Any, Any, Block | None]:
@@ -352,6 +355,11 @@ def _operand(name: str, array: Any, scale: Any, axis: int) -> tuple[Any, Any, Bl
     if scale is None or not is_array(array) or str(array.dtype) not in LARGEST:
         return array, scale, None
     if is_array(scale) and len(scale.shape) == 1 and len(array.shape) == 2:
+        if scale.shape[0] != array.shape[axis]:
+            raise ArgumentError(
+                f"{name}_scale must be a number, a vector of {array.shape[axis]} numbers (axis {axis} of {name}), or "
+                f"an array with the rank of {name}; got {type_text(scale)} for {name} {type_text(array)}."
+            )
         scale = scale.reshape((-1, 1) if axis == 0 else (1, -1))
     found = given_scale(name, array, scale)
     return *without_gradient(found.values, found.scale), found.block

@@ -208,6 +208,31 @@ def test_one_operand_without_scales_has_a_gradient(wide, gated):
             np.testing.assert_allclose(found, expected, atol=1e-4 * float(jnp.abs(expected).max()), rtol=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"activation": "silu"}, {"row_scale": jnp.full(6, 3.0)}], ids=str)
+@pytest.mark.parametrize("grouped", [False, True], ids=["dense", "groups"])
+@pytest.mark.parametrize("wide", ["lhs", "rhs"])
+def test_gradients_beyond_the_range_of_float16_are_scaled_into_it(wide, grouped, options):
+    x, w = operands(6, 40, 128, 2, gated=False)
+    x, w = (Quantized(each.values, 1e-3 * each.scale, each.block) for each in (x, w))
+    w = w if grouped else Quantized(w.values[0], w.scale[0], w.block[1:])
+    own, other, dout = *((x, w) if wide == "lhs" else (w, x)), jnp.full((6, 40), 2e5)
+
+    def gradient(other, dtype):
+        def run(own):
+            lhs, rhs = (own, other) if wide == "lhs" else (other, own)
+            how = options | {"preferred_element_type": "float32"}
+            if grouped:
+                return grouped_matmul(lhs, rhs, jnp.asarray([2, 3]), transpose_rhs=True, **how)
+            return quantized_matmul(lhs, rhs, transpose_w=True, **how)
+
+        return jax.vjp(run, own.dequantize().astype(dtype))[1](dout)[0]
+
+    found, expected = gradient(other, "float16"), gradient(other, "float32")
+    assert found.dtype == jnp.float16
+    np.testing.assert_allclose(found, expected, rtol=0.02, atol=2e-3 * float(jnp.abs(expected).max()))
+
+
 X, W, GATE = operands(4, 8, 128, 1)
 MATRIX = Quantized(W.values[0], W.scale[0], W.block[1:])
 DENSE = MATRIX.dequantize()
@@ -218,10 +243,17 @@ DENSE = MATRIX.dequantize()
     [
         (lambda: quantized_matmul(X.dequantize(), DENSE, transpose_w=True, gate=DENSE), "x or w must .* to pass gate="),
         (lambda: quantized_matmul(X, DENSE, transpose_w=True, gate=MATRIX), "gate must be an array like w"),
-        (lambda: quantized_matmul(X, DENSE, transpose_w=True, gate=DENSE[:4]), r"gate must be like rhs, float32\[1, 8"),
+        (lambda: quantized_matmul(X, DENSE, transpose_w=True, gate=DENSE[:4]), r"gate must .* like w, float32\[8"),
+        (lambda: quantized_matmul(X, DENSE, transpose_w=True, gate=W.dequantize()), r"gate must .* got float32\[1, 8"),
+        (lambda: quantized_matmul(X.dequantize(), MATRIX, x_scale=X.scale, activation="silu"), "x_scale must be None"),
+        (lambda: quantized_matmul(X.dequantize(), MATRIX, activation="silu"), r"x must .*; pass transpose_w=True"),
+        (lambda: quantized_matmul(None, MATRIX, row_scale=jnp.ones(4)), "x must be Quantized, .* got NoneType"),
+        (lambda: quantized_matmul(X, W, activation="silu"), r"w a matrix; got .*\[1, 8, 128\]"),
+        (lambda: quantized_matmul(X, jax.tree.map(lambda _: None, MATRIX), activation="silu"), r"w\.values must"),
+        (lambda: grouped(X, GATE, quantize=None, transpose_rhs=False), "; pass transpose_rhs=True"),
         (lambda: quantized_matmul(X, MATRIX, quantize=E4M3, preferred_element_type="float32"), "must be None with"),
         (lambda: quantized_matmul(X.dequantize(), MATRIX, transpose_w=True, quantize=E4M3), "must be in 8 bits"),
-        (lambda: quantized_matmul(X, MATRIX, quantize=E4M3, gate=jnp.ones((8, 128))), "gate must be Quantized"),
+        (lambda: quantized_matmul(X, MATRIX, transpose_w=True, gate=jnp.ones((8, 128))), "gate must be Quantized"),
         (lambda: grouped(X, W, activation="sillu"), "did you mean 'silu'"),
         (lambda: grouped(X, W, quantize="int4"), "quantize must be one of"),
         (lambda: grouped(X, W, row_scale=jnp.ones(4)), "row_scale must be None with quantize"),
@@ -237,7 +269,7 @@ def test_wrong_arguments_are_named(call, message):
 
 
 def grouped(x, w, **options):
-    return grouped_matmul(x, w, jnp.asarray([4]), transpose_rhs=True, **{"quantize": E4M3, **options})
+    return grouped_matmul(x, w, jnp.asarray([4]), **{"transpose_rhs": True, "quantize": E4M3, **options})
 
 
 def test_a_gradient_is_refused():

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 
 from ejkernel import compat
 from ejkernel.kernels import _hopper
+from ejkernel.kernels._hopper.tile_shapes import OVERHEAD
 from ejkernel.kernels.quantized_matmul.grouped.activation import quantized_grouped_activation
 from ejkernel.kernels.quantized_matmul.grouped.operation import quantized_grouped_matmul
 from ejkernel.kernels.quantized_matmul.mosaic_gpu import few_rows_plan as plans
@@ -107,6 +111,28 @@ def test_heuristics_and_spaces_hold_valid_parameters():
             assert all(implementation.params_fault(call, params) is None for params in space)
             # A gate's products have their own consumers.
             assert (MosaicGpuParams(block_m=64, block_n=256, stages=2) in space) == (not options)
+
+
+@pytest.mark.parametrize("groups", [1, 8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("columns", [640, 20_000])
+def test_shared_memory_is_counted(groups, dtype, columns):
+    if reason := compat.mosaic_gpu_reason():
+        pytest.skip(reason)
+    from jax.experimental.pallas import mosaic_gpu
+
+    from ejkernel.kernels._hopper.backend import backend_for
+    from ejkernel.kernels.quantized_matmul.mosaic_gpu.few_rows import WideRowsKernel
+
+    options = GATED | {"preferred_element_type": dtype}
+    _, implementation, _, _, call = described((64, 8, 1024), (8,) * groups, ("bfloat16", "int8"), **options)
+    call = dataclasses.replace(call, columns=columns)
+    for params in implementation.space(call):
+        plan = plans.few_rows_plan(call, params)
+        types = WideRowsKernel(plan, backend_for(mosaic_gpu.InterpretGPUParams())).memory_types()
+        buffers = [types.x, types.w, types.out, *([] if types.gate is None else [types.gate])]
+        used = sum(math.prod(each.shape) * jnp.dtype(each.dtype).itemsize for each in buffers)
+        assert used == plan.shared_bytes() - OVERHEAD
 
 
 def test_calls_that_the_kernel_does_not_run_are_refused_with_an_alternative(monkeypatch):

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.kernels._numbers import accumulator, has_small_range, normalized
 from ejkernel.kernels._options import canonical_flag, type_text
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
@@ -155,12 +156,11 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
         transposed, dout = kwargs.get("transpose_w", False), cotangents[0]
         if x_scale is None:
             shared |= {"w_block": kwargs["w_block"], "transpose_w": not transposed}
-            dx = quantized_matmul(dout.astype(x.dtype), w, None, w_scale, **shared)
-            return dx, None, None, None
+            return in_range(quantized_matmul, dout, x.dtype, w, None, w_scale, **shared), None, None, None
         if w_scale is not None:
             return None, None, None, None
         shared["w_block"] = flat_block(kwargs["x_block"])
-        dw = quantized_matmul(flat(dout.astype(w.dtype)).T, flat(x), None, flat(x_scale), **shared)  # [n, k]
+        dw = in_range(quantized_matmul, flat(dout).T, w.dtype, flat(x), None, flat(x_scale), **shared)  # [n, k]
         return None, dw if transposed else dw.T, None, None
 
     def reference(self, *args: Any, **options: Any) -> Any:
@@ -239,6 +239,18 @@ def gradient_options(kwargs: dict[str, Any]) -> dict[str, Any]:
         # The matrix lies along the other axis there, which a requested implementation may not read.
         found["implementation"] = tuple(dict.fromkeys([*([asked] if isinstance(asked, str) else asked), "xla"]))
     return found
+
+
+def in_range(product: Any, rows: jax.Array, dtype: Any, *args: Any, **options: Any) -> Any:
+    """Return `product(rows, *args)`, a product linear in the rows of a gradient, in `dtype`.
+
+    In a dtype of small range, such as float16, each wider row is first scaled by a power of two into that range.
+    """
+    if rows.dtype == dtype or not has_small_range(dtype):
+        return product(rows.astype(dtype), *args, **options)
+    rows, factors = normalized(rows.astype(accumulator(dtype)), (-1,))
+    wide = product(rows.astype(dtype), *args, preferred_element_type="float32", **options)
+    return (wide * factors).astype(dtype)
 
 
 def usual_result(x: Any, w: Any) -> str:

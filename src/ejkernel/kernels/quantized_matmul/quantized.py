@@ -333,11 +333,10 @@ def quantized_operand(name: str, array: Any, scale: Any = None) -> tuple[Any, An
         return array, None, None
     if scale is not None:
         raise ArgumentError(f"{name}_scale must be None, because {name} is Quantized and has its own scales.")
-    values, scale = without_gradient(array.values, array.scale)
-    if len(array.block) <= len(values.shape):
-        return values, scale, array.block
     check_quantized(name, array)
-    return values, scale, full_block(array.block, len(values.shape))
+    values, scale = without_gradient(array.values, array.scale)
+    rank = len(values.shape)
+    return values, scale, array.block if len(array.block) <= rank else full_block(array.block, rank)
 
 
 def canonical_dtype(name: str, dtype: Any, allowed: Sequence[str]) -> str:

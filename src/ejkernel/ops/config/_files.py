@@ -123,7 +123,7 @@ class CallFiles(Generic[RecordT]):
 
     def files(self) -> list[Path]:
         """Return all files, sorted by device, operation and call."""
-        return [] if self.folder.is_symlink() else list(files(self.folder, ENTRY))
+        return [] if os.path.islink(self.folder) else list(files(self.folder, ENTRY))
 
     @or_unusable
     def read(self, file: Path) -> RecordT | None:

@@ -60,6 +60,12 @@ def operations(found):
 # --- in memory ---
 
 
+def test_a_folder_that_cannot_be_read_has_no_notes(tmp_path):
+    """Its name is too long, which fails as a folder without permission does."""
+    with pytest.warns(CacheWarning, match="File name too long"):
+        assert list(MissedNotes(tmp_path / ("x" * 300)).entries()) == []
+
+
 def test_calls_answered_by_the_heuristic_are_listed_forward_and_backward(store):
     run = executor(store)
     jax.jit(jax.grad(lambda x: run(TIMES, x).sum())).lower(X)

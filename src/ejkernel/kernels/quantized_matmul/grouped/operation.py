@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels._numbers import balanced, has_small_range
 from ejkernel.kernels._options import canonical_flag, type_text
 from ejkernel.kernels.grouped_matmul import _arguments as groups_arguments
 from ejkernel.kernels.grouped_matmul import reference
@@ -35,6 +36,7 @@ from ejkernel.kernels.quantized_matmul.operation import (
     constant_operands,
     example_operand,
     gradient_options,
+    in_range,
     usual_result,
     widened,
 )
@@ -184,7 +186,8 @@ class QuantizedGroupedMatmul(GroupedOperation[QuantizedGroupedMatmulConfig]):
         shared = gradient_options(kwargs)
         if lhs_scale is None:
             more = shared | {"rhs_block": kwargs["rhs_block"], "transpose_rhs": not kwargs.get("transpose_rhs", False)}
-            dlhs = quantized_grouped_matmul(dout.astype(lhs.dtype), rhs, groups, None, rhs_scale, *factors, **more)
+            arrays = (rhs, groups, None, rhs_scale, *factors)
+            dlhs = in_range(quantized_grouped_matmul, dout, lhs.dtype, *arrays, **more)
         elif rhs_scale is None:
             drhs = self._matrices_gradient(primals, kwargs, dout)
         if not factors:
@@ -198,9 +201,12 @@ class QuantizedGroupedMatmul(GroupedOperation[QuantizedGroupedMatmulConfig]):
     def _matrices_gradient(self, primals: tuple[Any, ...], kwargs: dict[str, Any], dout: jax.Array) -> jax.Array:
         """Return the gradient of `rhs`: `grouped_matmul_wgrad` of dequantised rows."""
         lhs, rhs, groups, lhs_scale, _, *factors = primals
+        small = has_small_range(rhs.dtype)
+        rows = widened(lhs, lhs_scale, kwargs["lhs_block"], jnp.float32 if small else rhs.dtype)
+        dout = dout.astype(jnp.float32) if small else dout
         for row_scale in factors:
             dout = scaled_rows(dout, row_scale, own_rows(groups, lhs.shape[0], rhs.shape[0]))
-        operands = [widened(lhs, lhs_scale, kwargs["lhs_block"], rhs.dtype), dout.astype(rhs.dtype)]
+        operands = [each.astype(rhs.dtype) for each in (balanced(rows, dout) if small else (rows, dout))]
         if kwargs.get("transpose_rhs", False):
             operands.reverse()
         shared = shared_options(kwargs, grouped_matmul_wgrad)
@@ -256,7 +262,9 @@ def _check_shapes(lhs: Any, rhs: Any, *, transpose_rhs: bool) -> None:
             f"lhs must be [m, k] and rhs have a matrix for each group; got {type_text(lhs)} and {type_text(rhs)}."
         )
     if lhs.shape[1] != rhs.shape[2 if transpose_rhs else 1]:
+        is_other_way = lhs.shape[1] == rhs.shape[1 if transpose_rhs else 2]
+        hint = f"; pass transpose_rhs={not transpose_rhs}" if is_other_way else ""
         raise ArgumentError(
             f"lhs and rhs must have one k where transpose_rhs is {transpose_rhs}; got {type_text(lhs)} and "
-            f"{type_text(rhs)}."
+            f"{type_text(rhs)}{hint}."
         )

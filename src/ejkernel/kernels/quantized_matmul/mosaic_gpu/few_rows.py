@@ -42,7 +42,7 @@ class _Memory(NamedTuple):
     Attributes:
         x: All rows.
         w: The columns of each consumer.
-        out: The result, per consumer.
+        out: The result, per consumer that stores one.
         pipeline: The barriers of the stages.
         gate: The products with the gate, per part of the columns; `None` without these.
         gates: The barriers of `gate`.
@@ -120,7 +120,7 @@ class FewRowsKernel:
         return _Memory(
             x=tiled((plan.stages, plan.tile_rows, STEP), plan.dtype),
             w=tiled((plan.stages, plan.consumers, plan.part_columns, STEP), plan.w_dtype),
-            out=plgpu.SMEM((plan.consumers, *plan.buffer_shape), jnp.dtype(plan.result_dtype)),
+            out=plgpu.SMEM((plan.results * plan.parts, *plan.buffer_shape), jnp.dtype(plan.result_dtype)),
             pipeline=Pipeline.types(plan.stages, consumers=plan.consumers, copies=plan.consumers + 1),
         )
 

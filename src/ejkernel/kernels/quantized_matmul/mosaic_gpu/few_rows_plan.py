@@ -72,6 +72,11 @@ class FewRowsPlan:
         return -(-self.all_steps // self.steps)
 
     @property
+    def results(self) -> int:
+        """Number of results: of the epilogue, or with splits, the products."""
+        return self.products if self.splits > 1 else 1
+
+    @property
     def result_dtype(self) -> str:
         """The dtype that the kernel stores."""
         return self.out_dtype if self.splits == 1 else "float32"
@@ -84,8 +89,7 @@ class FewRowsPlan:
     @property
     def turned_shape(self) -> tuple[int, ...]:
         """Products, splits, tiles of rows, columns and rows of a tile, if the kernel stores transposes."""
-        results = self.products if self.splits > 1 else 1
-        return results, self.splits, max(1, self.group_tiles), self.factors, self.tile_rows
+        return self.results, self.splits, max(1, self.group_tiles), self.factors, self.tile_rows
 
     @property
     def result_shape(self) -> tuple[int, int]:
@@ -199,7 +203,7 @@ class FewRowsPlan:
         """Return the shared memory of a block of threads."""
         return (
             self.stages * self.stage_bytes
-            + self.tile_rows * self.tile_columns * jnp.dtype(self.result_dtype).itemsize
+            + self.results * self.tile_rows * self.tile_columns * jnp.dtype(self.result_dtype).itemsize
             + (4 * math.prod(self.gate_shape) if self.gate_shape else 0)
             + OVERHEAD
         )

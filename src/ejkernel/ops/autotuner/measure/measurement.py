@@ -58,7 +58,7 @@ class Measurement:
             processes disturb the clock.
         cache: `warm`: every call had the same arguments. `cold`: enough sets of arguments alternated to evict each of
             them from the last-level cache.
-        compile_seconds: The time to lower and compile.
+        compile_seconds: The time to trace, lower and compile.
         peak_bytes: Temporaries, arguments and results together, as reported by the compiler.
         output_bytes: The results, as reported by the compiler.
         cases: The cases with their times, if there are several.

@@ -28,7 +28,7 @@ class Outcome:
         reason: Why it was not measured.
         twin: For status `same`: the configuration with the same program.
         measurement: Its times.
-        compile_seconds: Seconds of lowering and compiling.
+        compile_seconds: Seconds of tracing, lowering and compiling.
         peak_bytes: Memory of one call with inputs and results, if the compiler reports it.
         spilled: Bytes of registers that a thread spills to memory, if the compiler reports it: on GPUs, for programs
             compiled in a separate process.
