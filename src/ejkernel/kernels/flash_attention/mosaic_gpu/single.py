@@ -44,7 +44,8 @@ def backward_of_single(
     operands: Operands, residuals: Residuals, dout: jax.Array, rules: Rules, params: BackwardParams, **options: Any
 ) -> Gradients:
     """Return the gradients in the operands' dtypes, as `launch.backward`, with its `options`."""
-    half, (out, lse) = _half(operands), residuals
+    out, lse = residuals
+    half = _half(operands, out if rules.partial else None)
     dout = _only(_counted(operands.query_lengths, dout.shape[1]), dout)
     scaled = out * half.value, lse
     factor = _cotangent_factor(half.operands, scaled[0], dout, rules)
@@ -56,10 +57,16 @@ def backward_of_single(
     return dquery / half.value * half.query, dkey / half.value / half.query, dvalue, dbias
 
 
-def _half(operands: Operands) -> _Half:
+def _half(operands: Operands, out: jax.Array | None = None) -> _Half:
+    """Return the operands in float16; `out` is the output of rows that also see other values, if these may be larger.
+
+    The gradient of the scores is as large as these. With a factor of its values alone, the cotangent would need a
+    factor with which the gradient of the values has no digits left.
+    """
     axes, (query, key, value) = _axes(operands), _without_padding(operands)
     at_query = power_of_two((exponents(key, axes) - exponents(query, axes)) // 2)
-    at_value = power_of_two(-exponents(value, axes))
+    of_value = exponents(value, axes)
+    at_value = power_of_two(-(of_value if out is None else jnp.maximum(of_value, exponents(out, axes))))
     scaled = (query * at_query, key / at_query, value * at_value)
     return _Half(
         operands._replace(**dict(zip(Operands._fields, map(_rounded, scaled), strict=False))), at_query, at_value
