@@ -98,7 +98,7 @@ def _kept(name: str, types: list[str], mappings: Mapping[str, Any]) -> int:
 
 
 def _window(mapping: Any, array: str) -> int:
-    """Return the bytes of both buffers of a window, whose last two dimensions are padded to tiles."""
+    """Return the bytes of both buffers of a window; its last two dimensions are padded to tiles."""
     block = mapping.transformed_block_aval
     tile = _TILE.search(array)
     assert tile is not None, array

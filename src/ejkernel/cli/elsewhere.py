@@ -66,10 +66,8 @@ def run_estimate(options: TuneOptions, device: str) -> int:
     """
     console, aim = messages(), Target.named(device)
     check_simulated(aim)
-    preparation, source = (
-        Preparation(aim=aim, folder=None),
-        Source.of(options.target, options.imports, shapes=options.shapes),
-    )
+    preparation = Preparation(aim=aim, folder=None)
+    source = Source.of(options.target, options.imports, shapes=options.shapes)
     if options.dry_run:
         _list(options, _found(source, aim, console), preparation)
         return 0

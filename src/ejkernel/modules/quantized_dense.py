@@ -246,7 +246,7 @@ def _rows(x: jax.Array) -> jax.Array:
 
 
 def _once(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a rule of a gradient, whose results raise if they are differentiated."""
+    """Return a gradient rule; a derivative of its results raises an error."""
 
     @functools.wraps(rule)
     def found(recipe: _Recipe, *args: Any) -> Any:

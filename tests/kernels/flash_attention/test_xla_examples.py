@@ -61,7 +61,7 @@ def test_a_bias_is_part_of_a_single_block():
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu")
 def test_a_single_visible_block_is_not_the_only_one():
-    """The first queries see no key, and have blocks of their own."""
+    """The first blocks of queries see no key."""
     case = Case(batch=1, queries=24, keys=4, rules=Rules(scale=0.3, left=0, right=0))
     operands = case.operands()
     found = XLA.attend(operands, case.rules, FwdParams(q_blocksize=4, kv_blocksize=4))

@@ -119,7 +119,7 @@ class ProductKernel:
     def _each_tile(self, body: Callable[[ProductTile, Any, Any], Any]) -> tuple[Any, Any]:
         """Call `body(tile, index, step)`, which returns the next step, for each tile of this block of threads.
 
-        Return how many tiles and steps there are.
+        Return the numbers of tiles and steps.
 
         Whole and short tiles are dealt apart: every block gets as many of each, so that blocks that share a matrix
         stay in step. Out of step they read it again from memory: 430 instead of 551 TFLOP/s with 256 uneven groups.

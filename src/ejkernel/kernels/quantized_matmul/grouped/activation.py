@@ -250,7 +250,7 @@ quantized_grouped_activation = QuantizedGroupedActivation()
 
 
 def products_of(args: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return the arguments of the product, and of the gate's product if there is one."""
+    """Return the arguments of the product, and of the gate's, if the call has a gate."""
     lhs, rhs, groups, lhs_scale, rhs_scale, *more = args
     gates = [] if not more or more[0] is None else [more[0]]
     return [(lhs, values, groups, lhs_scale, scale) for values, scale in ((rhs, rhs_scale), *gates)]

@@ -6,7 +6,7 @@ as much. Consumers share a tile's columns, and with a gate its two products. Row
 each tile reads all rows; with few tiles, several blocks split a tile's steps, and XLA sums their results and applies
 the epilogue.
 
-Rows of groups are given in tiles, each of one group, whose numbers a table has.
+Rows of groups come in tiles of a single group; a table has the group of each tile.
 """
 
 from __future__ import annotations
