@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small budget is for measuring: a reference that would take it all is left, and the heuristic stands for it."""
+"""A small budget is for measuring: the heuristic first, and beside it what the time allows."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ejkernel.ops import AutotunePolicy, Autotuner, Invocation, Kernel
 from ejkernel.ops.autotuner.bench import oracle as oracles
 from ejkernel.ops.autotuner.bench.gradients import rule_fault
 from ejkernel.ops.autotuner.bench.oracle import Oracle
+from ejkernel.ops.autotuner.tasks import pool
 from ejkernel.ops.errors import TuningWarning
 
 
@@ -83,3 +84,35 @@ def test_without_a_budget_the_reference_has_all_the_time_it_needs(kernel):
     oracle.compute_references()
     assert oracle.has_reference
     np.testing.assert_allclose(oracle.reference_results(oracle.inv.node, oracle.arrays)[0], oracle.arrays[0] * 2)
+
+
+class SlowlyCompiled(Kernel):
+    """A kernel with a heuristic that compiles after the other candidate."""
+
+    def __init__(self):
+        super().__init__("slowly_compiled")
+        self.never = threading.Event()
+
+    def run(self, x, *, cfg):
+        if cfg == 1:
+            self.never.wait(1.5)
+        return told_apart(x * 2, cfg)
+
+    def reference(self, x):
+        return x * 2
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+    def config_space(self, inv):
+        return [2, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget_s", [600, 1.0])
+def test_the_heuristic_is_measured_even_if_another_candidate_is_ready_before_it(monkeypatch, budget_s):
+    monkeypatch.setattr(pool, "_PREPARING", 0.0)  # measure from the first candidate on
+    kernel = SlowlyCompiled()
+    data = Autotuner(rounds=2, warmup=0).tune(call(kernel), kernel, policy=AutotunePolicy(budget_s=budget_s))
+    assert data.outcomes[0].config == 1
+    assert data.outcomes[0].status == "measured"

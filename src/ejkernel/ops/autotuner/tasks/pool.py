@@ -30,6 +30,9 @@ class Budget:
         watch: Tells whether the run was abandoned.
         cancellation: Requests the end of the run.
         clock: Source of seconds.
+
+    Attributes:
+        is_first_missing: Returns whether the heuristic must still be compiled; set by the `Pool`.
     """
 
     def __init__(self, task: TuningTask, watch: Watch, cancellation: Cancellation, clock: Callable[[], float]) -> None:
@@ -37,6 +40,7 @@ class Budget:
         self._start = clock() - task.spent
         self._cancellation = cancellation
         self.is_abandoned = watch.is_abandoned
+        self.is_first_missing: Callable[[], bool] = lambda: True
 
     def spent(self) -> float:
         """Return the seconds since the first attempt began."""
@@ -45,6 +49,10 @@ class Budget:
     def left(self) -> float:
         """Return the seconds left."""
         return math.inf if self._seconds is None else self._start + self._seconds - self._clock()
+
+    def left_to_compile(self) -> float:
+        """Return the seconds left for compiling; infinite before the heuristic, which gets the time that it needs."""
+        return math.inf if self.is_first_missing() else self.left()
 
     @property
     def is_stopped(self) -> bool:
@@ -112,6 +120,7 @@ class Pool:
         self.timing = timing
         self._configurations, self._preparation = configurations, preparation
         self._budget, self._tell = budget, tell
+        budget.is_first_missing = lambda: not self._has_tried_the_heuristic
         self._known = {config_id(outcome.config): outcome for outcome in task.known}
         # A skipped candidate ended an attempt because the budget left it too little time.
         out = REJECTED | {Status.SKIPPED}
@@ -142,15 +151,17 @@ class Pool:
         """Return whether to end with the best result so far; the heuristic is always measured."""
         if self._budget.is_abandoned():
             return True
-        if not self.tried or self.heuristic.status == Status.SKIPPED:
-            return False
-        return self._budget.is_over
+        return self._has_tried_the_heuristic and self._budget.is_over
 
     def must_measure(self) -> bool:
         """Return whether to stop compiling and start measuring, before a small budget is spent on compiling."""
-        if self.must_end() or not self._budget.is_for_measuring:
+        if not self._has_tried_the_heuristic or not self._budget.is_for_measuring:
             return self.must_end()
-        return any(candidate.status == Status.READY for candidate in self.tried[1:])
+        return self.must_end() or any(candidate.status == Status.READY for candidate in self.tried[1:])
+
+    @property
+    def _has_tried_the_heuristic(self) -> bool:
+        return bool(self.tried) and self.heuristic.status != Status.SKIPPED
 
     def recall(self, candidate: Candidate) -> bool:
         """Copy the outcome of an earlier attempt or search, if one exists; return whether it did."""

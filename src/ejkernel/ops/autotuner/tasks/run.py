@@ -123,7 +123,7 @@ class TuningRun:
             },
             compile_elsewhere=compiler,
             width=task.width or task.policy.compile_processes or None,
-            left=budget.left,
+            left=budget.left_to_compile,
             finished=lambda candidate: self._tell(CandidateFinished(task.inv.key, candidate.outcome())),
         )
         heard = RoundsTeller(task.inv.key, self._tell)
@@ -173,7 +173,9 @@ class TuningRun:
             return
         from ejkernel.ops.autotuner.compile.processes import compiler_for  # imports multiprocessing
 
-        compiler = compiler_for(self.task.inv.device_fingerprint, count, self.task.limits.compile, budget.left)
+        compiler = compiler_for(
+            self.task.inv.device_fingerprint, count, self.task.limits.compile, budget.left_to_compile
+        )
         with contextlib.nullcontext() if compiler is None else contextlib.closing(compiler):
             yield compiler
 
