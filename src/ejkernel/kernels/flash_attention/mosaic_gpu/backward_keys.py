@@ -137,7 +137,8 @@ class KeyBlockKernel:
         self.masks = problem.needed_masks(params.keys, walks_queries=True)
         self.columns = dquery_columns(problem, params)
         self.parts = problem.groups * params.head_parts
-        self.heads_per_part = problem.heads // self.parts
+        # The first parts of a group have one head more if its heads do not divide evenly.
+        self.heads_per_part, self.longer_parts = divmod(problem.heads_per_group, params.head_parts)
         self.programs = problem.batch * self.parts * self.key_blocks
         self.together = order_of(problem, params).together
         self.matrices = Matrices(backend, pieced=problem.pieced)
@@ -236,7 +237,11 @@ class KeyBlockKernel:
         """
         turn, rest = lax.div(index, self.together * self.key_blocks), lax.rem(index, self.together * self.key_blocks)
         number, part = lax.div(rest, self.together), turn * self.together + lax.rem(rest, self.together)
-        return number, lax.div(part, self.parts), lax.rem(part, self.parts)
+        if not self.longer_parts:
+            return number, lax.div(part, self.parts), lax.rem(part, self.parts)
+        groups = self.problem.groups
+        which, group = lax.div(part, groups * self.problem.batch), lax.rem(part, groups)
+        return number, lax.rem(lax.div(part, groups), self.problem.batch), group * self.params.head_parts + which
 
     # Producer.
 
@@ -260,7 +265,7 @@ class KeyBlockKernel:
             total: jax.Array = lax.fori_loop(block.blocks.first, block.blocks.end, of_tile, number)
             return total
 
-        steps = lax.fori_loop(0, self.heads_per_part, of_head, jnp.int32(0))
+        steps = lax.fori_loop(0, self.heads(block), of_head, jnp.int32(0))
         unrolled_producer_tail(steps, memory.query_pipeline, memory.dout_pipeline, memory.bias_pipeline)
 
     def _copy_step(self, block: KeyBlock, step: QueryStep) -> None:
@@ -292,11 +297,22 @@ class KeyBlockKernel:
 
     def head(self, block: KeyBlock, g: jax.Array) -> jax.Array:
         """Return head `g` of the block's part of a group."""
-        return block.part * self.heads_per_part + g
+        if not self.longer_parts:
+            return block.part * self.heads_per_part + g
+        group, part = lax.div(block.part, self.params.head_parts), lax.rem(block.part, self.params.head_parts)
+        first = part * self.heads_per_part + jnp.minimum(part, self.longer_parts)
+        return group * self.problem.heads_per_group + first + g
+
+    def heads(self, block: KeyBlock) -> Any:
+        """Return the number of heads of the block's part of a group."""
+        if not self.longer_parts:
+            return self.heads_per_part
+        part = lax.rem(block.part, self.params.head_parts)
+        return self.heads_per_part + (part < self.longer_parts).astype(jnp.int32)
 
     def over_heads(self, block: KeyBlock, body: Any, carry: Any) -> Any:
         """Run `body(head, carry)` for every head of the block's part of a group."""
-        return lax.fori_loop(0, self.heads_per_part, lambda g, c: body(self.head(block, g), c), carry)
+        return lax.fori_loop(0, self.heads(block), lambda g, c: body(self.head(block, g), c), carry)
 
     def stages(self, step: QueryStep) -> tuple[jax.Array, jax.Array]:
         """Return the pipeline stages of a step's queries and cotangents."""

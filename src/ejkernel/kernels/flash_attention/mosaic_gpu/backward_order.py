@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import heapq
+import math
 from typing import NamedTuple
 
 import numpy as np
 
 from ejkernel.kernels._hopper import MULTIPROCESSORS
 
-from .backward_plan import BackwardProblem
+from .backward_plan import BackwardProblem, part_heads
 from .params import BackwardParams
 
 FEW_BLOCKS = 16 * MULTIPROCESSORS
-_ENDS = 8  # of a block of threads, in steps of 64 queries
+_ENDS = 6  # of a block of threads, in steps of 64 queries
 _CACHED = 32 << 20  # bytes of one pass over queries that the L2 cache surely keeps
 _MEMORY, _MEMORY_NARROW, _MEMORY_SPLIT = 2.0, 1.4, 0.7  # time to copy a step's queries, and fused sums, from memory
 _HIDDEN, _HIDDEN_SPLIT = (
@@ -22,7 +23,7 @@ _HIDDEN, _HIDDEN_SPLIT = (
     0.1,
 )  # part of the copies' time, or of the products' if it is less, that adds to the other
 _DRIFT = 0.07  # more time for each further head of more than 64 columns in the fused form, even if all is in the cache
-_SUMMED = 1.9e-4  # time to add up the parts of one row of keys
+_SUMMED = 2.5e-4  # time to add up the parts of one row of keys
 
 
 class Order(NamedTuple):
@@ -45,37 +46,70 @@ def order_of(problem: BackwardProblem, params: BackwardParams) -> Order:
     the more parts alternate, the fewer blocks at a time share queries, and sums, in the cache. On one H100, causal
     gradients of 8,192 queries of 64 heads took 9,319 us if all heads alternate, and 5,018 us two by two.
     """
-    parts = problem.groups * params.head_parts
-    steps = block_steps(problem, params.keys) * (problem.heads // parts) + _ENDS
-    divisors = (count for count in range(parts, 0, -1) if parts % count == 0)
+    steps = steps_of(problem, params)
+    count, alike = steps.shape[1], alike_parts(problem, params)
     orders = [
-        Order(together, _time(problem, params, steps, together)) for together in (*divisors, parts * problem.batch)
+        Order(together, _time(problem, params, steps, together))
+        for together in (*(n for n in range(alike, 0, -1) if alike % n == 0), count)
     ]
     best = min(orders, key=lambda order: order.time)
-    summed = _SUMMED * parts * problem.batch * problem.keys if params.head_parts > 1 else 0
+    summed = _SUMMED * count * problem.keys if params.head_parts > 1 else 0
     return best._replace(time=best.time + summed)
+
+
+def full_time(problem: BackwardProblem, params: BackwardParams) -> float:
+    """Return how long all blocks of keys take without a mask, in steps of 64 queries."""
+    # Of ten gradients on one H200 with 1 to 8 parts, nine have the fastest of 3 to 6, and one is 1 % slower.
+    steps = steps_of(problem, params)
+    if steps.size > FEW_BLOCKS:
+        return math.ceil(steps.size / MULTIPROCESSORS) * float(steps.max())
+    return duration(steps, 1)
+
+
+def alike_parts(problem: BackwardProblem, params: BackwardParams) -> int:
+    """Return how many consecutive parts have equally many heads: those of one example, or all of one length.
+
+    If the heads of a group divide unevenly, the longer parts of all examples come first.
+    """
+    even = problem.heads_per_group % params.head_parts == 0
+    return problem.groups * (params.head_parts if even else problem.batch)
+
+
+def steps_of(problem: BackwardProblem, params: BackwardParams) -> np.ndarray:
+    """Return the time of each block of keys of each part, `[key blocks, parts]`, in steps of 64 queries."""
+    heads = np.repeat(part_heads(problem, params), problem.groups * problem.batch)
+    steps: np.ndarray = block_steps(problem, params.keys)[:, None] * heads + _ENDS
+    return steps
 
 
 def _time(problem: BackwardProblem, params: BackwardParams, steps: np.ndarray, together: int) -> float:
     """Return how long all blocks take, in steps of 64 queries, if those of so many parts alternate."""
-    parts, fused = problem.groups * params.head_parts, params.form == "fused"
-    heads, count = problem.heads // parts, parts * problem.batch
-    mean = float(steps.sum()) * count / MULTIPROCESSORS
+    blocks, fused = steps.shape[0], params.form == "fused"
+    mean: float = steps.sum() / MULTIPROCESSORS
+    heads = problem.heads_per_group / params.head_parts
     # Blocks that run at the same time and share queries.
-    sharing = min(max(MULTIPROCESSORS / together, 1), len(steps))
+    sharing = min(max(MULTIPROCESSORS / together, 1), blocks)
     in_flight = MULTIPROCESSORS / sharing * heads * problem.queries * 4 * (problem.head_dim + problem.value_dim)
     # From 75 gradients of 1,024 to 32,768 queries with 1 to 8 parts in up to 7 orders: the one chosen is 0.3 % slower
     # than the best on average, and 4.4 % at worst. Blocks of unequal lengths drift apart: the more heads they walk
     # over, and the more of them run at a time, the further.
-    missed = 0.45 + 0.5 / sharing + min(0.35, 0.2 * heads * sharing / len(steps))
+    missed = 0.45 + 0.5 / sharing + min(0.35, 0.2 * heads * sharing / blocks)
     missed *= min(max(in_flight - _CACHED, 0) / (2 * _CACHED), 1)
     drift = 1 + _DRIFT * (heads - 1) if fused and problem.head_dim > 64 else 1.0
-    few = len(steps) * count <= FEW_BLOCKS
-    busiest = _duration(np.tile(np.repeat(steps, together), count // together)) * drift if few else mean
+    busiest = duration(steps, together) * drift if steps.size <= FEW_BLOCKS else mean
     memory = _MEMORY_SPLIT if not fused else _MEMORY if problem.head_dim > 64 else _MEMORY_NARROW
     hidden = _HIDDEN if fused else _HIDDEN_SPLIT
     copies = memory * missed * mean
     return max(busiest, copies) + hidden * min(busiest, copies)
+
+
+def duration(steps: np.ndarray, together: int) -> float:
+    """Return how long blocks of threads take that start in this order, each as soon as a multiprocessor is free."""
+    busy = [0.0] * MULTIPROCESSORS
+    turns = steps.reshape(steps.shape[0], -1, together).transpose(1, 0, 2)
+    for one in turns.ravel().tolist():
+        heapq.heapreplace(busy, busy[0] + one)
+    return max(busy)
 
 
 def block_steps(problem: BackwardProblem, keys: int) -> np.ndarray:
@@ -87,11 +121,3 @@ def block_steps(problem: BackwardProblem, keys: int) -> np.ndarray:
     first, last = (np.clip(x, 0, problem.queries) for x in (first, last))
     steps: np.ndarray = np.maximum(last - first, 0) / 64
     return steps
-
-
-def _duration(steps: np.ndarray) -> float:
-    """Return how long blocks of threads take that start in this order, each as soon as a multiprocessor is free."""
-    busy = [0.0] * MULTIPROCESSORS
-    for one in steps.tolist():
-        heapq.heapreplace(busy, busy[0] + one)
-    return max(busy)

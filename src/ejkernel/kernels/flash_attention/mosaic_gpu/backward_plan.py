@@ -108,6 +108,12 @@ def backward_problem(call: AttentionCall) -> BackwardProblem:
     )
 
 
+def part_heads(problem: BackwardProblem, params: BackwardParams) -> tuple[int, ...]:
+    """Return the query heads of each part of a group; the first parts have one more if the heads divide unevenly."""
+    heads, longer = divmod(problem.heads_per_group, params.head_parts)
+    return (heads + 1,) * longer + (heads,) * (params.head_parts - longer)
+
+
 def padded_dim(dim: int) -> int:
     """Return the columns that a head dimension takes in the shared memory of the backward."""
     return next(size for size in _NATIVE_DIMS if dim <= size)

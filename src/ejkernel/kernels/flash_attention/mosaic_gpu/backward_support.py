@@ -9,7 +9,7 @@ import math
 from ejkernel.kernels._hopper import MULTIPROCESSORS, SHARED_MEMORY
 from ejkernel.kernels.flash_attention.common import AttentionCall
 
-from .backward_order import FEW_BLOCKS, block_steps, order_of
+from .backward_order import FEW_BLOCKS, block_steps, full_time, order_of
 from .backward_plan import (
     BackwardProblem,
     backward_problem,
@@ -30,6 +30,8 @@ _SHORT_WINDOW = 64  # keys; the backward at head_dim 64 took 91 us instead of 11
 _NARROW_WINDOW = 512
 _SPLIT_WINDOW = 256  # keys, up to head_dim 128: in the fused form, four backwards took 1 to 15 % longer
 _SHORT_SEQUENCE = 512
+_MOST_UNEVEN = 16  # parts
+_UNEVEN_GAIN = 0.03  # least estimated one, causal: where it was less, uneven parts took up to 3 % longer
 _LEAST_BLOCKS = 250  # nearly two per multiprocessor, so that a long and a short one can share it
 # Registers for accumulators per consumer thread, by consumer warpgroups: all but 32, which addresses and a tile's
 # numbers need. With 16 instead of 32, parameters passed that spilled.
@@ -166,37 +168,43 @@ def _tried_parts(call: AttentionCall, params: BackwardParams) -> tuple[int, ...]
     """Return the values of `head_parts` to measure: the heuristic's, and others that give few blocks."""
     problem = backward_problem(call)
     blocks, usual = _key_blocks(problem, params), _enough_parts(problem, params)
-    return tuple(parts for parts in _parts(problem) if parts in (1, usual) or parts * blocks <= FEW_BLOCKS)
+    even = _parts(problem, uneven=False)
+    return tuple(sorted({usual, *(parts for parts in even if parts == 1 or parts * blocks <= FEW_BLOCKS)}))
 
 
-def _parts(problem: BackwardProblem) -> tuple[int, ...]:
-    """Return all valid values of `head_parts`."""
+def _parts(problem: BackwardProblem, *, uneven: bool) -> tuple[int, ...]:
+    """Return values of `head_parts`: all that divide the heads of a group, and others up to 16."""
     heads = problem.heads_per_group
-    return tuple(parts for parts in range(1, heads + 1) if heads % parts == 0)
+    return tuple(parts for parts in range(1, heads + 1) if heads % parts == 0 or (uneven and parts <= _MOST_UNEVEN))
 
 
 def _enough_parts(problem: BackwardProblem, params: BackwardParams) -> int:
-    """Return the fewest parts that fill the chip; of blocks of equal work, those with a nearly full last round."""
+    """Return the parts with the shortest estimated time; with unknown lengths, the fewest that fill the chip."""
     blocks, rules = _key_blocks(problem, params), problem.rules
-    if rules.left is None and rules.right is not None and not (problem.key_lengths or problem.segments):
-        return min(
-            _parts(problem), key=lambda parts: order_of(problem, dataclasses.replace(params, head_parts=parts)).time
-        )
-    # Some blocks of keys are past their example's length, and end at once.
-    least = _LEAST_BLOCKS * (2 if problem.key_lengths else 1)
-    enough = [parts for parts in _parts(problem) if parts * blocks >= least] or [problem.heads_per_group]
     if problem.key_lengths or problem.segments:
-        return enough[0]
+        # Some blocks of keys are past their example's length, and end at once.
+        least = _LEAST_BLOCKS * (2 if problem.key_lengths else 1)
+        return next(
+            (parts for parts in _parts(problem, uneven=False) if parts * blocks >= least), problem.heads_per_group
+        )
+
+    def estimate(parts: int) -> float:
+        changed = dataclasses.replace(params, head_parts=parts)
+        if rules.right is None:
+            return full_time(problem, changed)
+        time = order_of(problem, changed).time
+        return time if problem.heads_per_group % parts == 0 else (1 + _UNEVEN_GAIN) * time
+
+    if rules.left is None:
+        return min(_parts(problem, uneven=True), key=estimate)
     steps = float(block_steps(problem, params.keys).max()) * problem.heads_per_group
 
-    def duration(parts: int) -> float:
+    def windowed(parts: int) -> float:
         """Return the time of the busiest multiprocessor, in steps of 64 queries; 8 for the ends of each block."""
-        # From measured calls with 2 to 8 parts: it predicts the ratios of their times within 4 % in the fused form.
         return math.ceil(parts * blocks / MULTIPROCESSORS) * (steps / parts + 8)
 
-    # Under a window it finds the fastest of eight calls, of which nearly two blocks per multiprocessor took up to 17 %
-    # longer.
-    return min(enough if rules.left is None else _parts(problem), key=duration)
+    # It finds the fastest of eight calls, of which nearly two blocks per multiprocessor took up to 17 % longer.
+    return min(_parts(problem, uneven=False), key=windowed)
 
 
 def _key_blocks(problem: BackwardProblem, params: BackwardParams) -> int:
@@ -233,8 +241,8 @@ def _shares_bias(call: AttentionCall) -> bool:
 
 
 def _parts_fault(problem: BackwardProblem, params: BackwardParams) -> str | None:
-    if problem.heads_per_group % params.head_parts:
-        return f"head_parts must divide {problem.heads_per_group}, the heads of a group, got {params.head_parts}."
+    if params.head_parts > problem.heads_per_group:
+        return f"head_parts must be at most {problem.heads_per_group}, the heads of a group, got {params.head_parts}."
     return None
 
 
