@@ -84,9 +84,8 @@ def steps_of(problem: BackwardProblem, params: BackwardParams) -> np.ndarray:
 
 def _time(problem: BackwardProblem, params: BackwardParams, steps: np.ndarray, together: int) -> float:
     """Return how long all blocks take, in steps of 64 queries, if those of so many parts alternate."""
-    blocks, fused = steps.shape[0], params.form == "fused"
-    mean: float = steps.sum() / MULTIPROCESSORS
-    heads = problem.heads_per_group / params.head_parts
+    blocks, fused = len(steps), params.form == "fused"
+    heads, mean = problem.heads_per_group / params.head_parts, float(steps.sum()) / MULTIPROCESSORS
     # Blocks that run at the same time and share queries.
     sharing = min(max(MULTIPROCESSORS / together, 1), blocks)
     in_flight = MULTIPROCESSORS / sharing * heads * problem.queries * 4 * (problem.head_dim + problem.value_dim)
