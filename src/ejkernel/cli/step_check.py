@@ -258,6 +258,15 @@ def step_lines(checked: Checked | None) -> list[str]:
     return ["step: unchanged, because no call has a new configuration"] if checked is None else checked.lines()
 
 
+def alone(result: AutotuningResult, program: Program | None) -> list[str]:
+    """Return a line for a step that was not to be compared; none without a program or a faster configuration."""
+    if program is None or all(search.is_kept for search in result.searches):
+        return []
+    return [
+        f"step not compared: a speed-up is that of a call by itself; `ejkernel bench {program.target}` compares it."
+    ]
+
+
 def settled(result: AutotuningResult, checked: Checked | None) -> AutotuningResult:
     """Return the searches with the reasons why the configurations of some are not kept."""
     if checked is None or not checked.answer.dropped:

@@ -590,6 +590,27 @@ def test_a_folder_that_cannot_be_written_is_one_warning_and_memory(tmp_path):
     assert KEY not in cache
 
 
+def test_an_entry_that_cannot_be_written_is_kept_in_a_folder_that_can_be_merged(tmp_path):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    cache = PersistentCache(tmp_path / "file" / "cache", shipped=False)
+    with pytest.warns(CacheWarning, match=r"New results are kept in .* `ejkernel cache merge ") as caught:
+        cache.put(KEY, CFG)
+    cache.put(OTHER, {"a": 1})
+    (kept,) = re.findall(r"kept in (\S+);", str(caught[0].message))
+    assert kept in cache.how_to_import
+    assert PersistentCache(kept, shipped=False).keys() == [KEY, OTHER]
+
+
+def test_without_any_folder_that_can_be_written_entries_stay_in_the_process(cache, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.warns(CacheWarning, match="Configurations stay in this process"):
+        cache.put(KEY, CFG)
+    assert (cache.get(KEY), cache.how_to_import) == (CFG, "")
+
+
 def test_entries_in_memory_are_read_as_strictly(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     cache = PersistentCache(tmp_path / "file" / "cache", shipped=False)
