@@ -648,6 +648,32 @@ def test_a_later_write_that_works_takes_over_from_memory(cache, monkeypatch):
     assert 2 == cache.get(KEY) == PersistentCache(cache.path, shipped=False).get(KEY)
 
 
+def test_a_folder_that_may_not_be_searched_is_one_warning_that_names_it_and_no_entry(cache, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(_files.os, "open", refuse)
+    monkeypatch.setattr(_files.os, "access", lambda place, _: Path(place) in cache.path.parents)  # root may do anything
+    with pytest.warns(CacheWarning, match=f"the cache folder {re.escape(str(cache.path))} may not be read") as caught:
+        assert cache.get(KEY) is None
+    assert cache.get(OTHER) is None  # a second warning would be an error
+    assert ".json" not in str(caught[0].message)
+    assert "may not be read" in cache.problem(KEY)
+
+
+def test_a_folder_that_may_not_be_listed_is_not_called_an_entry(cache, monkeypatch):
+    cache.put(KEY, 1)
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(_files.os, "listdir", refuse)
+    with pytest.warns(
+        CacheWarning, match=r"the folder .* cannot be listed, so its files are ignored: Permission denied"
+    ):
+        assert cache.keys() == []
+
+
 def test_an_entry_that_cannot_be_removed_is_a_warning(cache, monkeypatch):
     cache.put(KEY, 1)
 
