@@ -13,11 +13,13 @@ from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 import jax
 
 from ejkernel.ops.config.published import Facts, PublishedTable
+from ejkernel.ops.core.hooks import warn_of_misspelt_hooks
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
 from ejkernel.ops.utils.error_text import error_text, example_text
 from ejkernel.ops.utils.messages.names import NamedFields, did_you_mean
 from ejkernel.ops.utils.services import Shown
 
+_HOOKS_OF_KERNELS: Final = {"heuristic_cfg": ("heuristic",), "config_space": ("space",), "candidate_cfgs": ("space",)}
 _CLOSE: Final = 0.7  # similarity of a misspelt implementation's name: `flash3` does not mean `splash`
 
 
@@ -87,6 +89,10 @@ class Implementation(Generic[CallT]):
     features: ClassVar[frozenset[str]] = frozenset()
     unavailable: ClassVar[Mapping[str, str]] = {}
     published: ClassVar[PublishedTable | None] = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        warn_of_misspelt_hooks(cls, (Implementation,), _HOOKS_OF_KERNELS, what="method of an implementation")
 
     def published_as(self, call: CallT) -> Facts | None:
         """Return the facts by which `published` lists such a call; `None` if it lists none."""
