@@ -700,5 +700,6 @@ def test_modules_take_an_order_of_preference_too():
 def test_an_implementation_with_the_hooks_of_a_kernel_gets_a_suggestion():
     hooks = {"name": "near", "heuristic_cfg": lambda self, call: 1, "space": lambda self, call: [1]}
     text = "Near.heuristic_cfg is no method of an implementation and is never called; did you mean 'heuristic'?"
+    table = Implementations({"near": type("Near", (Implementation,), hooks)()})
     with pytest.warns(KernelWarning, match=re.escape(text)):
-        type("Near", (Implementation,), hooks)
+        table["near"]

@@ -90,10 +90,6 @@ class Implementation(Generic[CallT]):
     unavailable: ClassVar[Mapping[str, str]] = {}
     published: ClassVar[PublishedTable | None] = None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        warn_of_misspelt_hooks(cls, (Implementation,), _HOOKS_OF_KERNELS, what="method of an implementation")
-
     def published_as(self, call: CallT) -> Facts | None:
         """Return the facts by which `published` lists such a call; `None` if it lists none."""
         return None
@@ -328,6 +324,8 @@ def _loaded(name: str, declared: Declared) -> Implementation[Any]:
         raise KernelError(
             f"implementations must map each name to the Implementation with that name, got {name!r}: {found!r}."
         )
+    if not type(found).__module__.startswith("ejkernel."):
+        warn_of_misspelt_hooks(type(found), (Implementation,), _HOOKS_OF_KERNELS, what="method of an implementation")
     return found
 
 

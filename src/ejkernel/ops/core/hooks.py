@@ -221,7 +221,7 @@ def _named_config_type(cls: type[Computation[Any, Any]]) -> type | None:
 
 def _warn_of_misspelt_hooks(cls: type[Computation[Any, Any]]) -> None:
     interface = getattr(cls, "_interface", None)
-    if interface is not None:
+    if interface is not None and not cls.__module__.startswith("ejkernel."):
         warn_of_misspelt_hooks(cls, (interface, Computation), _USUAL_NAMES)
 
 
@@ -236,15 +236,14 @@ def warn_of_misspelt_hooks(
         usual: Names that mean hooks; a class with one of these hooks may use the name for its own method.
         what: The word for a hook.
     """
-    if cls.__module__.startswith("ejkernel."):
-        return
     public = [(name, value) for each in interfaces for name, value in vars(each).items() if name[0] != "_"]
     hooks = [name for name, value in public if callable(value)]
     for name, value in vars(cls).items():
         if name[0] == "_" or not callable(value) or any(hasattr(base, name) for base in cls.__mro__[1:]):
             continue
         meant = _hook_meant(cls, name, hooks, usual.get(name, ()))
-        if meant and not any(name.startswith(f"{hook}_") for hook in hooks):  # such as `run_gpu`
+        is_form = name not in usual and any(name.startswith(f"{hook}_") for hook in hooks)  # such as `run_gpu`
+        if meant and not is_form:
             text = f"{cls.__qualname__}.{name} is no {what} and is never called; did you mean {meant!r}?"
             warn(text, KernelWarning)
 
