@@ -81,7 +81,7 @@ class Checked:
         if self.answer.skipped:
             return [printable(f"step not compared: {self.answer.skipped}. {self.advice}")]
         dropped = [winner for winner in self.winners if winner.key in self.answer.dropped]
-        said = [f"{winner.name}: not kept: {self.answer.dropped[winner.key]}" for winner in dropped]
+        said = [f"{winner.name}: dropped: {self.answer.dropped[winner.key]}" for winner in dropped]
         said += [self.answer.mapping] if self.answer.mapping else []
         times = self.note(self.winners[0]).times
         over, doubt = self.answer.over, ""
@@ -89,7 +89,7 @@ class Checked:
             doubt = "; this machine is too noisy to tell whether it is slower: the next run compares it again"
         elif over["low"] < 1 < over["high"]:
             doubt = "; whether it is faster, the noise hides: `ejkernel bench` can measure for longer"
-        none = "; no new configuration is kept" if len(dropped) == len(self.winners) else ""
+        none = "; all new configurations are dropped" if len(dropped) == len(self.winners) else ""
         return [printable(line) for line in (*said, f"step: {times}{doubt}{none}")]
 
     def data(self) -> dict[str, Any]:
