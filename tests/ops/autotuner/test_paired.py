@@ -175,8 +175,8 @@ def test_threads_that_share_the_work_otherwise_settle_nothing():
     verdict = judge(parallel, serial)
     assert not verdict.settled
     assert verdict.doubt == (
-        "this is the processor time of its busiest thread, but in that of all its threads it is 0.38x, and both must "
-        "agree on a lead of 1.11x"
+        "that is the processor time of its busiest thread; that of all its threads shows 0.38x, "
+        "and both must show 1.11x"
     )
 
 

@@ -219,8 +219,8 @@ def judge(
         doubt = f"processor time {shown}, but the clock, which other processes disturbed, {other}"
     elif busiest.settled:
         doubt = (
-            f"this is the processor time of its busiest thread, but in that of all its threads it is "
-            f"{total.speedup:.2f}x, and both must agree on a lead of {by_work.least:.2f}x"
+            f"that is the processor time of its busiest thread; that of all its threads shows {total.speedup:.2f}x, "
+            f"and both must show {by_work.least:.2f}x"
         )
     else:
         doubt = busiest.doubt
