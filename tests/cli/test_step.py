@@ -328,7 +328,7 @@ def test_the_step_of_a_small_program_given_by_types_runs_with_random_arrays(prog
 def test_the_step_is_not_run_if_the_user_says_so_and_compared_by_a_later_run(program, capsys):
     _, out, err = tune(capsys, "step", "--no-check-step")
     assert "\nstep: " not in out
-    assert "a speed-up is that of a call by itself; `ejkernel bench stepped:step` compares it" in err
+    assert "a speed-up is that of a call by itself; `ejkernel bench stepped:step --cache saved` compares it" in err
     _, out, err = tune(capsys, "step")
     assert "1 call already tuned" in err
     assert "\nstep: " in out

@@ -16,7 +16,7 @@ from typing import Any, Final
 import click
 
 from ejkernel.cli.files import Found
-from ejkernel.cli.programs import Program
+from ejkernel.cli.programs import Program, with_cache
 from ejkernel.cli.saved import SavedCalls
 from ejkernel.cli.step import Answer, Question, Winner, compare_step
 from ejkernel.ops.autotuner.trials.candidates import heuristic_of, is_in
@@ -165,7 +165,7 @@ class StepCheck:
     def _advice(self) -> str:
         stays = "Each new configuration won by itself and stays saved"
         also = "" if self.insists else " or --check-step"
-        return f"{stays}; `ejkernel bench {self.program.target}`{also} compares the step."
+        return f"{stays}; `ejkernel bench {with_cache(self.program.target, self.cache)}`{also} compares the step."
 
     def _ask(self, question: Question) -> Answer:
         try:
@@ -258,13 +258,12 @@ def step_lines(checked: Checked | None) -> list[str]:
     return ["step: unchanged, because no call has a new configuration"] if checked is None else checked.lines()
 
 
-def alone(result: AutotuningResult, program: Program | None) -> list[str]:
+def alone(result: AutotuningResult, program: Program | None, cache: Path | None) -> list[str]:
     """Return a line for a step that was not to be compared; none without a program or a faster configuration."""
     if program is None or all(search.is_kept for search in result.searches):
         return []
-    return [
-        f"step not compared: a speed-up is that of a call by itself; `ejkernel bench {program.target}` compares it."
-    ]
+    command = f"ejkernel bench {with_cache(program.target, cache)}"
+    return [f"step not compared: a speed-up is that of a call by itself; `{command}` compares it."]
 
 
 def settled(result: AutotuningResult, checked: Checked | None) -> AutotuningResult:

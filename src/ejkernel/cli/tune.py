@@ -204,7 +204,7 @@ def _tune_found(
         _print(console, outcome.lines())
     _print(console, saved.doubts(tried, result.searches, options.budget))
     if check is None:
-        _print(console, alone(result, source.program))
+        _print(console, alone(result, source.program, options.cache))
     elif tried or checked is not None:
         _print_step(options, checked)
     found.settle(saved.is_tuned)
