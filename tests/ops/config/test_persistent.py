@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from tests.ops.sealing import change_object
 
 from ejkernel import settings
-from ejkernel.ops.config import _files, entries
+from ejkernel.ops.config import _files, _writing, entries
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
@@ -601,14 +601,18 @@ def test_an_entry_that_cannot_be_written_is_kept_in_a_folder_that_can_be_merged(
     assert PersistentCache(kept, shipped=False).keys() == [KEY, OTHER]
 
 
-def test_without_any_folder_that_can_be_written_entries_stay_in_the_process(cache, monkeypatch):
+def test_without_any_folder_that_can_be_written_entries_stay_in_the_process(cache, tmp_path, monkeypatch):
+    made = tmp_path / "temporary"
+
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "open", full)
+    monkeypatch.setattr(_writing, "_new_folder", lambda: made.mkdir() or made)
     with pytest.warns(CacheWarning, match="Configurations stay in this process"):
         cache.put(KEY, CFG)
     assert (cache.get(KEY), cache.how_to_import) == (CFG, "")
+    assert not made.exists()
 
 
 def test_entries_in_memory_are_read_as_strictly(tmp_path):

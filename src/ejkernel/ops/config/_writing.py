@@ -25,6 +25,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import stat
 import tempfile
 import time
@@ -125,11 +126,16 @@ def keep_elsewhere(folder: Path | None, parts: tuple[str, ...], text: str) -> Pa
         parts: The path of the file in the cache folder.
         text: Its content.
     """
+    place = folder
     try:
         place = _new_folder() if folder is None else folder
         write_file(place.joinpath(*parts), text, root=place)
     except OSError as error:
-        logger.warning("a result is not kept in a temporary folder either: %s", printable(error))
+        # Without any such folder, the caller warns that results stay in this process.
+        level = logging.INFO if folder is None else logging.WARNING
+        logger.log(level, "a result is not kept in a temporary folder either: %s", printable(error))
+        if folder is None and place is not None:
+            shutil.rmtree(place, ignore_errors=True)
         return folder
     return place
 

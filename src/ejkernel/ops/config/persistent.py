@@ -81,6 +81,7 @@ class PersistentCache(Shown):
         layers: The read-only layers, read after `path`.
         shipped: Whether a chain continues with the shipped configurations after a miss.
         clock: Returns the time of new entries.
+        kept_in: The temporary folder with the entries and searches that could not be written; `None` without any.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class PersistentCache(Shown):
         self.clock = clock if clock is not None else now
         self._memory: dict[str, str] = {}  # canonical key: text of the unwritable file
         self._write_failed = False
-        self._kept_in: Path | None = None  # a temporary folder with these files
+        self.kept_in: Path | None = None
         self._why_unwritten: dict[str, str] = {}  # canonical key: the error of its put
 
     @property
@@ -368,18 +369,18 @@ class PersistentCache(Shown):
 
     def keep_elsewhere(self, parts: tuple[str, ...], text: str, error: OSError) -> None:
         """Keep a file that cannot be written to the cache folder in a temporary folder, and warn once."""
-        self._kept_in = keep_elsewhere(self._kept_in, parts, text)
+        self.kept_in = keep_elsewhere(self.kept_in, parts, text)
         self._warn_not_writable(error)
 
     @property
     def how_to_import(self) -> str:
         """The folder with the results that could not be written, and the command that saves them; may be empty."""
-        if self._kept_in is None:
+        if self.kept_in is None:
             return ""
-        kept = f"New results are kept in {self._kept_in}"
+        kept = f"New results are kept in {self.kept_in}"
         if self.path is None:
             return f"{kept}; set EJKERNEL_CACHE_DIR to it or to another folder."
-        command = shlex.join(["ejkernel", "cache", "merge", str(self._kept_in), "--cache", str(self.path)])
+        command = shlex.join(["ejkernel", "cache", "merge", str(self.kept_in), "--cache", str(self.path)])
         return f"{kept}; once {self.path} can be written, save them with `{command}`."
 
     def _warn_not_writable(self, error: OSError) -> None:
