@@ -70,19 +70,26 @@ def discover_counted(
         platforms = None if platform is None else compat.lowering_names(platform)
         lowered = traced.lower() if platforms is None else traced.lower(lowering_platforms=platforms)
     # By key, because a program may contain equal calls.
-    calls = list({inv.key: inv for inv in (*seen, *local_calls(lowered))}.values())
-    return calls, numbers_of(traced, calls)
+    local = local_calls(lowered)
+    calls = list({inv.key: inv for inv in (*seen, *local)}.values())
+    return calls, numbers_of(traced, calls, is_split=bool(local))
 
 
-def numbers_of(traced: object, calls: Sequence[Invocation[Any, Any]]) -> dict[ConfigKey, int]:
-    """Return how often one run of a traced program makes each of these calls, by key, where known."""
+def numbers_of(traced: object, calls: Sequence[Invocation[Any, Any]], *, is_split: bool) -> dict[ConfigKey, int]:
+    """Return how often one run of a traced program makes each of these calls, by key, where known.
+
+    Args:
+        traced: The program.
+        calls: Its calls.
+        is_split: Whether some of them split themselves over a mesh; then calls inside gradient rules are not counted.
+    """
     # Flax NNX wraps JAX's traced program, and a user's own `trace` may return something else.
     jaxpr = getattr(traced if hasattr(traced, "jaxpr") else getattr(traced, "traced", None), "jaxpr", None)
     if not calls or jaxpr is None:
         return {}
     names = {inv.key: (inv.op_id_v, inv.call_key) for inv in calls}
     found = occurrences(jaxpr, calls[0].platform)
-    if not found.keys() >= set(names.values()):
+    if not is_split and not found.keys() >= set(names.values()):
         found = occurrences(jaxpr, calls[0].platform, in_gradients=True)
     return {key: found[name] for key, name in names.items() if name in found}
 
@@ -301,7 +308,7 @@ class _Counter:
             with compat.on_one_device(), looking_only():
                 body = call.host.body_of(call, self._platform, avals, None)
                 jaxpr = jax.make_jaxpr(body.compute)(*(jax.ShapeDtypeStruct(like.shape, like.dtype) for like in avals))
-        except NameError as error:  # it uses collectives over axes of a mesh outside its kernel
+        except Exception as error:  # noqa: BLE001 - the program was lowered, in a context that the rule may need
             logger.debug("%s: the calls inside are not counted: %s", inv.op_id, error_text(error))
             return {}
         return self.count(jaxpr)
