@@ -537,7 +537,9 @@ def test_a_result_that_a_full_disk_does_not_take_is_not_called_saved(program, ca
     status, _, err = tuned()
     assert status == 1
     assert "1 faster than the heuristic, 1 tuned, but not saved; saved in" in err
-    assert re.search(r"product.bwd@v0 .*: not saved: saved cannot be written: No space left on device", err)
+    assert re.search(
+        r"product.bwd@v0 .*: not saved: saved cannot be written: No space left on device; it is kept in /", err
+    )
     assert "1 call has no saved configuration yet" in err
     monkeypatch.setattr(persistent, "write_file", write)
     (command,) = re.findall("`ejkernel (cache merge .*)`", err)
