@@ -131,6 +131,7 @@ def fresh_process_state(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(folder))
     # Files of tests need not survive a power failure, and waiting for the disk would dominate many tests.
     monkeypatch.setattr("ejkernel.ops.config._writing._sync", lambda *_: None)
+    monkeypatch.setattr("ejkernel.ops.config._writing._new_folder", lambda: tmp_path_factory.mktemp("rescue"))
     ops.set_default_executor(None)
     clear_invocations()
     yield

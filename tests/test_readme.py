@@ -32,6 +32,11 @@ def block(first_line):
     return next(code for code in re.findall(r"```python\n(.*?)```", README, re.S) if code.startswith(first_line))
 
 
+def test_the_first_lines_run_as_they_are_written(page):
+    first = page(re.findall(r"```python\n(.*?)```", TEXTS[GUIDES[0]], re.S)[0])
+    assert first.out.shape == first.q.shape == (1, 1024, 8, 64)
+
+
 def test_the_program_of_the_first_page_is_found_forward_and_backward(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text(block("# train.py"))
     monkeypatch.chdir(tmp_path)

@@ -135,6 +135,13 @@ def test_the_torture_finds_files_not_replaced_atomically(budget, tally, monkeypa
     assert ("lost", "writes beyond a limit of the file size") in kinds(tally)
 
 
+def test_the_torture_finds_results_that_a_full_disk_loses(budget, tally, monkeypatch):
+    monkeypatch.setattr(persistent, "keep_elsewhere", lambda folder, parts, text: folder)
+    surroundings.disks(budget(20), tally)
+    if not tally.left_out:  # without the right to mount a small disk
+        assert ("lost", "writes to a full disk") in kinds(tally)
+
+
 def test_the_torture_finds_a_read_that_waits_for_a_pipe(budget, tally, monkeypatch):
     monkeypatch.setattr(part, "PATIENCE", 0.2)
     monkeypatch.setattr("ejkernel.ops.config._files._READ", os.O_RDONLY)

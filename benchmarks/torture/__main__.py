@@ -123,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tallies = []
     for name in args.parts or PARTS:
         inputs = SHORT[name] if args.short else args.inputs
+        tempfile.tempdir = None  # a part may have set it
         with tempfile.TemporaryDirectory(prefix="torture-") as folder:
             os.environ["EJKERNEL_CACHE_DIR"] = str(Path(folder) / "home")
             budget = Budget(

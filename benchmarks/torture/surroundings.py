@@ -18,6 +18,7 @@ import signal
 import socket
 import stat
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -80,9 +81,17 @@ def _check_stored(folder: Path, before: int, cache: PersistentCache, now: int) -
     return f"wrong: {left} is left" if left else ""
 
 
+def _check_kept(folder: Path, cache: PersistentCache, now: int) -> str:
+    """Return the problem if neither the cache folder nor another one has the last entry, or `""`."""
+    places = [folder, *([] if cache.kept_in is None else [cache.kept_in])]
+    found = [PersistentCache(place, shipped=False).get(call().key, Tile) for place in places]
+    return "" if Tile(now) in found else f"lost: {now} was put, and {found} are in {places}"
+
+
 def disks(budget: Budget, tally: Tally) -> None:
     """Write to full disks and to folders without write permission."""
     quiet()
+    tempfile.tempdir = str(budget.folder)  # results that a cache does not take are kept there
     _limited(budget, tally)
     _full(budget, tally)
     _not_writable(budget, tally)
@@ -135,7 +144,8 @@ def _full(budget: Budget, tally: Tally) -> None:
             os.truncate(filling, max(0, filling.stat().st_size - 4096 * budget.random("full", number).randrange(6)))
             cache = PersistentCache(folder, shipped=False)
             tally.try_("writes to a full disk", number, functools.partial(_stored, cache, number))
-            _tell(tally, "writes to a full disk", number, _check_stored(folder, before, cache, number))
+            problem = _check_stored(folder, before, cache, number) or _check_kept(folder, cache, number)
+            _tell(tally, "writes to a full disk", number, problem)
     finally:
         subprocess.run(["umount", str(disk)], check=False)
 

@@ -177,7 +177,7 @@ def test_a_program_without_saved_configurations_runs_untuned_with_the_advice_to_
     status, out, err = bench("step", "--per-step", "16", "--unit", "tokens", cache="empty")
     assert status == 0
     assert out.splitlines()[0].endswith("tokens/s")
-    command = "ejkernel tune benched_program:step"
+    command = "ejkernel tune benched_program:step --cache empty"
     assert f"tuned: no saved configuration yet; run `{command}`, again if searches did not finish\n" in out
     assert "a program may print" in err
 

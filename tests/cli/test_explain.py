@@ -118,7 +118,8 @@ def test_explain_says_why_each_call_has_its_configuration(folder, capsys):
     assert "\nno answer   override, overlay, memory, persistent, shipped, autotune, sister\nforward     " in backward
     assert backward.splitlines()[-1].endswith(", from forward")
     assert "a program may print" in err
-    assert "1 of 2 calls with a saved configuration; `ejkernel tune explained_program:step` measures the other 1" in err
+    again = "ejkernel tune explained_program:step --cache cache"
+    assert f"1 of 2 calls with a saved configuration; `{again}` measures the other 1" in err
 
 
 def test_explain_selects_calls_as_show_does(folder, capsys):

@@ -537,10 +537,14 @@ def test_a_result_that_a_full_disk_does_not_take_is_not_called_saved(program, ca
     status, _, err = tuned()
     assert status == 1
     assert "1 faster than the heuristic, 1 tuned, but not saved; saved in" in err
-    assert re.search(r"product.bwd@v0 .*: not saved: saved cannot be written: No space left on device", err)
+    assert re.search(
+        r"product.bwd@v0 .*: not saved: saved cannot be written: No space left on device; it is kept in /", err
+    )
     assert "1 call has no saved configuration yet" in err
     monkeypatch.setattr(persistent, "write_file", write)
-    assert tuned()[0] == 0
+    (command,) = re.findall("`ejkernel (cache merge .*)`", err)
+    assert "1 entry added" in run(capsys, *command.split())[1]
+    assert "2 calls already tuned" in tuned()[2]
     monkeypatch.setattr(persistent, "write_file", full)
     status, _, err = tuned("--force")  # the earlier entry stays
     assert (status, "no saved configuration" in err) == (1, False)

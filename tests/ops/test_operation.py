@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import sys
 
 import jax
@@ -26,6 +27,7 @@ from ejkernel.ops import (
     Invocation,
     Kernel,
     KernelError,
+    KernelWarning,
     LazyImplementation,
     NoParams,
     Operation,
@@ -693,3 +695,11 @@ def test_modules_take_an_order_of_preference_too():
     assert rms_norm(x, x[0, 0, 0], implementation=["xla"]).shape == x.shape
     found = default_executor().explain(functools.partial(flash_attention, implementation=("cudnn", "xla")), x, x, x)
     assert found[0].config.implementation == "xla"
+
+
+def test_an_implementation_with_the_hooks_of_a_kernel_gets_a_suggestion():
+    hooks = {"name": "near", "heuristic_cfg": lambda self, call: 1, "space": lambda self, call: [1]}
+    text = "Near.heuristic_cfg is no method of an implementation and is never called; did you mean 'heuristic'?"
+    table = Implementations({"near": type("Near", (Implementation,), hooks)()})
+    with pytest.warns(KernelWarning, match=re.escape(text)):
+        table["near"]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ejkernel.cli import report
 from ejkernel.cli.builds import Build, Loaded, build, of_mapping, say
 from ejkernel.cli.explain import counts_in_words, is_measured, usual_chain
-from ejkernel.cli.programs import located, look_here
+from ejkernel.cli.programs import located, look_here, with_cache
 from ejkernel.cli.rounds import CLOSE, WARM_UP, Comparison, busy, compared, run_rounds, verdict
 from ejkernel.cli.show import opened
 from ejkernel.ops.autotuner.measure.memory import peak_bytes
@@ -132,7 +132,7 @@ def _compared(
         whys = [[explain_call(chain, inv, DEFAULT_PREFIX) for inv in untuned.calls] for chain in (heuristics, usual)]
     builds.append(untuned)
     if not any(map(is_measured, whys[1])):
-        command = f"ejkernel tune {options.target}"
+        command = f"ejkernel tune {with_cache(options.target, options.cache)}"
         missing[TUNED] = f"no saved configuration yet; run `{command}`, again if searches did not finish"
     elif same_configurations(*whys):
         untuned.name = TUNED
@@ -261,7 +261,7 @@ def _sentences(options: BenchOptions, result: _Result) -> list[str]:
         if UNTUNED in found.over:
             said.append(verdict("tuned ejkernel", "untuned ejkernel", found.over[UNTUNED]))
         if result.measured < len(result.tuned):
-            said.append(f"{counts_in_words(result.tuned, options.target)}.")
+            said.append(f"{counts_in_words(result.tuned, with_cache(options.target, options.cache))}.")
     said.append(of_mapping(result.builds))
     said += [_agreement(name, best, apart, result.program.is_random) for name, apart in result.apart.items()]
     said += _of_inputs(result)
@@ -316,7 +316,8 @@ def _made(build: Build) -> str:
         return ""
     named = [f"{inv.op_id} ({arguments(inv.description)}) {counted(times, 'time')}" for times, inv in numbers[:_CALLS]]
     more = [counted(len(numbers) - _CALLS, "other")] if len(numbers) > _CALLS else []
-    return f"A step makes {sum(times for times, _ in numbers)} calls: {', '.join([*named, *more])}."
+    least = "" if all(inv.key in build.times for inv in build.calls) else "at least "
+    return f"A step makes {least}{sum(times for times, _ in numbers)} calls: {', '.join([*named, *more])}."
 
 
 def _as_data(options: BenchOptions, result: _Result) -> dict[str, Any]:

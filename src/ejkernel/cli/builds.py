@@ -167,7 +167,8 @@ def build(
         traced, lowered, args, kwargs = _lowered(program)
         if pure and traced.jaxpr.effects:
             raise TuningError("it has side effects, e.g. a callback")
-        calls = {inv.key: inv for inv in (*seen, *local_calls(lowered))}
+        local = local_calls(lowered)
+        calls = {inv.key: inv for inv in (*seen, *local)}
         compiled = lowered.compile()
         seconds = time.perf_counter() - start
     made = Build(
@@ -177,7 +178,7 @@ def build(
         donated=[leaf.donated for leaf in jax.tree.leaves(lowered.args_info)],
         compile_seconds=seconds,
         calls=list(calls.values()),
-        times=numbers_of(traced, list(calls.values())),
+        times=numbers_of(traced, list(calls.values()), is_split=bool(local)),
     )
     with user_code(f"running {program.target}"):
         made.step(0)

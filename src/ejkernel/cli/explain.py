@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from ejkernel.cli import report
-from ejkernel.cli.programs import import_operations, import_users, look_here, module_named
+from ejkernel.cli.programs import import_operations, import_users, look_here, module_named, with_cache
 from ejkernel.cli.show import begins, none_begins, opened
 from ejkernel.cli.sources import Source, find_on
 from ejkernel.ops.autotuner.compile.targets import Target
@@ -97,7 +97,8 @@ def run_explain(
         click.echo(found.counts, err=True)
     if found.empty and not found.calls:
         raise TuningError(found.empty)
-    click.echo(counts_in_words(explained, target or "--missed", "" if device == "here" else aim.fingerprint), err=True)
+    where = with_cache(target or "--missed", cache)
+    click.echo(counts_in_words(explained, where, "" if device == "here" else aim.fingerprint), err=True)
 
 
 def _key_of(why: Explanation) -> ConfigKey:

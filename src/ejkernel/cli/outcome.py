@@ -43,6 +43,7 @@ class TuneOutcome:
         seconds: Duration of all searches.
         budget: Seconds for each search.
         not_started: The calls left when the time for all calls was over.
+        kept: Where results are that could not be saved; empty if all are saved.
     """
 
     calls: Sequence[Invocation[Any, Any]]
@@ -52,10 +53,11 @@ class TuneOutcome:
     seconds: float
     budget: float | None = None
     not_started: Sequence[Invocation[Any, Any]] = ()
+    kept: str = ""
 
     def lines(self) -> list[str]:
         """Return the summary: counts, reasons of unfinished searches, and how to continue."""
-        return [printable(line) for line in (self._counts(), *self._reasons(), self._how_to_go_on()) if line]
+        return [printable(line) for line in (self._counts(), *self._reasons(), self.kept, self._how_to_go_on()) if line]
 
     def _kinds(self) -> dict[str, list[Invocation[Any, Any]]]:
         """Return the calls by their kind of result; each call has one."""

@@ -15,6 +15,7 @@ import itertools
 import math
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -330,3 +331,8 @@ def _shape_of(returned: Any) -> str:
     if isinstance(returned, tuple):
         return f"({', '.join(type(item).__name__ for item in returned)})"
     return type(returned).__name__
+
+
+def with_cache(target: str, cache: Path | None) -> str:
+    """Return the arguments of a command to run next on the same program, with the cache folder that the user named."""
+    return target if cache is None else f"{target} --cache {shlex.quote(str(cache))}"

@@ -56,7 +56,8 @@ def found(target: str, calls: Sequence[Invocation[Any, Any]], device: str, times
     calls_found = counted(len(calls), "distinct call")
     unused = "" if forward or not calls else "; the program uses no forward result, so JAX drops the forward calls"
     every = sum(times.get(inv.key, 1) for inv in calls)
-    runs = f", made {every} times in a run" if every > len(calls) else ""
+    least = "" if all(inv.key in times for inv in calls) else "at least "
+    runs = f", made {least}{every} times in a run" if every > len(calls) else ""
     kinds = f"{forward} forward and {len(calls) - forward} backward"
     return f"{target}: {calls_found}, {kinds}{runs}, on {device}{_cores(device)}{unused}"
 

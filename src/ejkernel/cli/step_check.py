@@ -16,7 +16,7 @@ from typing import Any, Final
 import click
 
 from ejkernel.cli.files import Found
-from ejkernel.cli.programs import Program
+from ejkernel.cli.programs import Program, with_cache
 from ejkernel.cli.saved import SavedCalls
 from ejkernel.cli.step import Answer, Question, Winner, compare_step
 from ejkernel.ops.autotuner.trials.candidates import heuristic_of, is_in
@@ -81,7 +81,7 @@ class Checked:
         if self.answer.skipped:
             return [printable(f"step not compared: {self.answer.skipped}. {self.advice}")]
         dropped = [winner for winner in self.winners if winner.key in self.answer.dropped]
-        said = [f"{winner.name}: not kept: {self.answer.dropped[winner.key]}" for winner in dropped]
+        said = [f"{winner.name}: dropped: {self.answer.dropped[winner.key]}" for winner in dropped]
         said += [self.answer.mapping] if self.answer.mapping else []
         times = self.note(self.winners[0]).times
         over, doubt = self.answer.over, ""
@@ -89,7 +89,7 @@ class Checked:
             doubt = "; this machine is too noisy to tell whether it is slower: the next run compares it again"
         elif over["low"] < 1 < over["high"]:
             doubt = "; whether it is faster, the noise hides: `ejkernel bench` can measure for longer"
-        none = "; no new configuration is kept" if len(dropped) == len(self.winners) else ""
+        none = "; all new configurations are dropped" if len(dropped) == len(self.winners) else ""
         return [printable(line) for line in (*said, f"step: {times}{doubt}{none}")]
 
     def data(self) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class StepCheck:
     def _advice(self) -> str:
         stays = "Each new configuration won by itself and stays saved"
         also = "" if self.insists else " or --check-step"
-        return f"{stays}; `ejkernel bench {self.program.target}`{also} compares the step."
+        return f"{stays}; `ejkernel bench {with_cache(self.program.target, self.cache)}`{also} compares the step."
 
     def _ask(self, question: Question) -> Answer:
         try:
@@ -256,6 +256,14 @@ def _saved_seconds(entry: StoredEntry) -> float:
 def step_lines(checked: Checked | None) -> list[str]:
     """Return the command's last words about the step; `None` if no call has a new configuration."""
     return ["step: unchanged, because no call has a new configuration"] if checked is None else checked.lines()
+
+
+def alone(result: AutotuningResult, program: Program | None, cache: Path | None) -> list[str]:
+    """Return a line for a step that was not to be compared; none without a program or a faster configuration."""
+    if program is None or all(search.is_kept for search in result.searches):
+        return []
+    command = f"ejkernel bench {with_cache(program.target, cache)}"
+    return [f"step not compared: a speed-up is that of a call by itself; `{command}` compares it."]
 
 
 def settled(result: AutotuningResult, checked: Checked | None) -> AutotuningResult:

@@ -27,7 +27,7 @@ from ejkernel.cli.outcome import TuneOutcome
 from ejkernel.cli.progress import bars
 from ejkernel.cli.saved import SavedCalls
 from ejkernel.cli.sources import Source, find, find_by, find_for_mesh, find_sendable
-from ejkernel.cli.step_check import SHARE, Checked, StepCheck, settled, step_lines
+from ejkernel.cli.step_check import SHARE, Checked, StepCheck, alone, settled, step_lines
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
@@ -188,8 +188,7 @@ def _tune_found(
     result = settled(result, checked)
     if options.as_json or result.searches or not todo:
         _print_result(options, result, checked, found)
-    failed = 0
-    tried = _in_one(todo)
+    failed, tried = 0, _in_one(todo)
     if tried:
         outcome = TuneOutcome(
             calls=tried,
@@ -199,18 +198,25 @@ def _tune_found(
             seconds=seconds,
             budget=options.budget,
             not_started=_in_one(todo[started_sets:]),
+            kept=store.how_to_import,
         )
         failed = outcome.failed
         _print(console, outcome.lines())
     _print(console, saved.doubts(tried, result.searches, options.budget))
-    if check is not None and (tried or checked is not None):
-        for line in step_lines(checked):  # JSON contains them
-            click.echo(report.wrapped(line), err=options.as_json)
+    if check is None:
+        _print(console, alone(result, source.program, options.cache))
+    elif tried or checked is not None:
+        _print_step(options, checked)
     found.settle(saved.is_tuned)
     if todo and not result.searches:
         raise TuningError("no call could be tuned; the warnings above say why.")
     has_entries = bool(result.searches) and all(map(saved.are_tuned, todo))
     return 1 if failed or (todo and not len(result) and not has_entries) else 0
+
+
+def _print_step(options: TuneOptions, checked: Checked | None) -> None:
+    for line in step_lines(checked):  # JSON contains them
+        click.echo(report.wrapped(line), err=options.as_json)
 
 
 def _print_result(options: TuneOptions, result: AutotuningResult, checked: Checked | None, found: Found) -> None:

@@ -13,11 +13,13 @@ from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 import jax
 
 from ejkernel.ops.config.published import Facts, PublishedTable
+from ejkernel.ops.core.hooks import warn_of_misspelt_hooks
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
 from ejkernel.ops.utils.error_text import error_text, example_text
 from ejkernel.ops.utils.messages.names import NamedFields, did_you_mean
 from ejkernel.ops.utils.services import Shown
 
+_HOOKS_OF_KERNELS: Final = {"heuristic_cfg": ("heuristic",), "config_space": ("space",), "candidate_cfgs": ("space",)}
 _CLOSE: Final = 0.7  # similarity of a misspelt implementation's name: `flash3` does not mean `splash`
 
 
@@ -322,6 +324,8 @@ def _loaded(name: str, declared: Declared) -> Implementation[Any]:
         raise KernelError(
             f"implementations must map each name to the Implementation with that name, got {name!r}: {found!r}."
         )
+    if not type(found).__module__.startswith("ejkernel."):
+        warn_of_misspelt_hooks(type(found), (Implementation,), _HOOKS_OF_KERNELS, what="method of an implementation")
     return found
 
 

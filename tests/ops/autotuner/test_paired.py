@@ -175,8 +175,8 @@ def test_threads_that_share_the_work_otherwise_settle_nothing():
     verdict = judge(parallel, serial)
     assert not verdict.settled
     assert verdict.doubt == (
-        "this is the processor time of its busiest thread, but in that of all its threads it is 0.38x, and both must "
-        "agree on a lead of 1.11x"
+        "that is the processor time of its busiest thread; that of all its threads shows 0.38x, "
+        "and both must show 1.11x"
     )
 
 
@@ -184,10 +184,11 @@ def test_a_contradicting_clock_decides_nothing():
     idle, busy = calls(1.0, [10 * stretch for stretch in NOISE]), calls(1.5, NOISE)
     verdict = judge(idle, busy)
     assert (verdict.wins, verdict.settled) == (False, False)
-    text = (
-        r"this is processor time, but by the clock, which other processes disturbed, it is 0.1\dx, and the two disagree"
-    )
-    assert re.fullmatch(text, verdict.doubt)
+    shown = r"processor time shows that it is faster, but the clock, which other processes disturbed, shows that it is "
+    assert re.fullmatch(shown + r"slower \(0.1\dx\)", verdict.doubt)
+    verdict = judge(calls(1.5, NOISE), calls(1.5, [10 * stretch for stretch in NOISE]))
+    assert not verdict.settled
+    assert re.fullmatch(shown.replace("shows", "does not show", 1) + r"faster \(\d+.\d\dx\)", verdict.doubt)
 
 
 def test_after_the_last_round_the_clock_decides_a_contradiction():

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
+import threading
 import time
 import types
 
@@ -16,6 +18,8 @@ from ejkernel import compat
 from ejkernel.ops.autotuner.measure import timers
 from ejkernel.ops.autotuner.measure.sampling import Work
 from ejkernel.ops.autotuner.measure.timers import (
+    HOST,
+    Timer,
     TimerError,
     calls_per_sample,
     choose_timer,
@@ -77,11 +81,28 @@ def test_the_first_call_does_not_decide_how_many_make_a_sample(takes):
 def test_on_a_busy_machine_the_work_says_how_many_calls_make_a_sample(takes):
     spent = itertools.count(0.0, 1e-3)
     threads = lambda: {"1": next(spent) / 2, "2": 0.0}  # noqa: E731 - half a millisecond from one answer to the next
-    assert calls_per_sample(takes(0.03), 3, threads) == 4
+    assert calls_per_sample(takes(0.03), 3, Timer("wall", wall_sample, threads=threads)) == 4
 
 
 def test_a_call_that_waits_makes_few_calls_a_sample_though_it_works_little(takes):
-    assert calls_per_sample(takes(1.0), 3, lambda: {"1": 0.0}) == 1
+    assert calls_per_sample(takes(1.0), 3, Timer("wall", wall_sample, threads=lambda: {"1": 0.0})) == 1
+
+
+def test_each_call_on_a_host_is_waited_for(takes, monkeypatch):
+    waited = []
+    monkeypatch.setattr(timers.jax, "block_until_ready", waited.append)
+    assert choose_timer([]) is HOST
+    HOST.sample(takes(0.5), 3)
+    assert len(waited) == 3
+
+
+def test_one_disturbed_call_does_not_change_a_host_s_sample(takes):
+    assert HOST.sample(takes(0.5, 9.0, 0.5), 3) == 0.5
+
+
+def test_short_calls_on_a_host_make_samples_far_below_a_time_slice(takes):
+    quiet = dataclasses.replace(HOST, threads=dict)
+    assert calls_per_sample(takes(1e-4), 3, quiet) == 5
 
 
 # --- processor time ---
@@ -101,7 +122,13 @@ def test_without_support_of_the_system_work_is_unknown(monkeypatch, tmp_path):
 def test_a_thread_that_has_just_ended_is_left_out(monkeypatch, tmp_path):
     (tmp_path / "4194305").mkdir()  # no thread has so large a number
     monkeypatch.setattr(timers, "_THREADS", str(tmp_path))
-    assert thread_seconds() == {}
+    assert set(thread_seconds()) <= {str(threading.get_native_id())}
+
+
+def test_the_work_of_a_call_is_without_the_reading_of_the_clocks(monkeypatch):
+    monkeypatch.setattr(timers.time, "thread_time", itertools.count(1.0).__next__)  # each reading takes a second
+    first, second = ({str(threading.get_native_id()): 0.0} | thread_seconds() for _ in range(2))
+    assert work_between(first, second, 1).busiest == pytest.approx(1.0)  # from the end of the first to the second
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="the system does not tell threads' times")

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from tests.ops.sealing import change_object
 
 from ejkernel import settings
-from ejkernel.ops.config import _files, entries
+from ejkernel.ops.config import _files, _writing, entries
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
@@ -590,6 +590,31 @@ def test_a_folder_that_cannot_be_written_is_one_warning_and_memory(tmp_path):
     assert KEY not in cache
 
 
+def test_an_entry_that_cannot_be_written_is_kept_in_a_folder_that_can_be_merged(tmp_path):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    cache = PersistentCache(tmp_path / "file" / "cache", shipped=False)
+    with pytest.warns(CacheWarning, match=r"New results are kept in .* `ejkernel cache merge ") as caught:
+        cache.put(KEY, CFG)
+    cache.put(OTHER, {"a": 1})
+    (kept,) = re.findall(r"kept in (\S+);", str(caught[0].message))
+    assert kept in cache.how_to_import
+    assert PersistentCache(kept, shipped=False).keys() == [KEY, OTHER]
+
+
+def test_without_any_folder_that_can_be_written_entries_stay_in_the_process(cache, tmp_path, monkeypatch):
+    made = tmp_path / "temporary"
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", full)
+    monkeypatch.setattr(_writing, "_new_folder", lambda: made.mkdir() or made)
+    with pytest.warns(CacheWarning, match="Configurations stay in this process"):
+        cache.put(KEY, CFG)
+    assert (cache.get(KEY), cache.how_to_import) == (CFG, "")
+    assert not made.exists()
+
+
 def test_entries_in_memory_are_read_as_strictly(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     cache = PersistentCache(tmp_path / "file" / "cache", shipped=False)
@@ -625,6 +650,32 @@ def test_a_later_write_that_works_takes_over_from_memory(cache, monkeypatch):
     monkeypatch.undo()
     cache.put(KEY, 2)
     assert 2 == cache.get(KEY) == PersistentCache(cache.path, shipped=False).get(KEY)
+
+
+def test_a_folder_that_may_not_be_searched_is_one_warning_that_names_it_and_no_entry(cache, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(_files.os, "open", refuse)
+    monkeypatch.setattr(_files.os, "access", lambda place, _: Path(place) in cache.path.parents)  # root may do anything
+    with pytest.warns(CacheWarning, match=f"the cache folder {re.escape(str(cache.path))} may not be read") as caught:
+        assert cache.get(KEY) is None
+    assert cache.get(OTHER) is None  # a second warning would be an error
+    assert ".json" not in str(caught[0].message)
+    assert "may not be read" in cache.problem(KEY)
+
+
+def test_a_folder_that_may_not_be_listed_is_not_called_an_entry(cache, monkeypatch):
+    cache.put(KEY, 1)
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(_files.os, "listdir", refuse)
+    with pytest.warns(
+        CacheWarning, match=r"the folder .* cannot be listed, so its files are ignored: Permission denied"
+    ):
+        assert cache.keys() == []
 
 
 def test_an_entry_that_cannot_be_removed_is_a_warning(cache, monkeypatch):

@@ -209,7 +209,16 @@ def test_an_executor_takes_a_kernel_without_a_name(executor):
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("config_spaces", "config_space"), ("heuristic_cgf", "heuristic_cfg"), ("fwd_residual", "")]
+    ("name", "meant"),
+    [
+        ("config_spaces", "config_space"),
+        ("heuristic_cgf", "heuristic_cfg"),
+        ("heuristic_config", "heuristic_cfg"),
+        ("candidate_configs", "candidate_cfgs"),
+        ("space", "config_space"),
+        ("heuristic", "heuristic_cfg"),
+        ("fwd_residual", ""),
+    ],
 )
 def test_a_method_with_almost_the_name_of_a_hook_is_named(name, meant):
     hooks = {name: lambda self, inv: [1], "run": lambda self, x, *, cfg: x, "run_gpu": lambda self, x, *, cfg: x}
@@ -219,6 +228,11 @@ def test_a_method_with_almost_the_name_of_a_hook_is_named(name, meant):
         else pytest.warns(KernelWarning, match=f"Near.{name} is no hook and is never called; did you mean '{meant}'")
     ):
         type("Near", (Kernel,), hooks)
+
+
+def test_a_method_that_a_hook_may_call_is_not_called_a_misspelt_hook():
+    own = {"space": lambda self: [1], "candidate_cfgs_cpu": lambda self, inv: self.space()}
+    type("Own", (Kernel,), own | {"run": lambda self, x, *, cfg: x})
 
 
 # --- configurations ---

@@ -6,7 +6,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ejkernel.ops import tune
+from ejkernel.cli import report
+from ejkernel.ops import Kernel, tune
 from ejkernel.ops.execution.discovery import discover, discover_counted
 
 X = jax.ShapeDtypeStruct((4, 4), jnp.float32)
@@ -82,3 +83,39 @@ def test_a_program_that_another_library_wraps_is_counted_too():
 
     calls, times = discover_counted(Wrapped(), [X], {})
     assert [times[inv.key] for inv in calls] == [2]
+
+
+class WithRule(Kernel[int, jax.Array]):
+    """Its forward calls another kernel, and its gradient rule two."""
+
+    def run(self, x, *, cfg):
+        return counted(x)
+
+    def candidate_cfgs(self, inv):
+        return [1, 2]
+
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        return (other(other(cotangents[0])),)
+
+
+def test_calls_inside_kernels_and_their_gradient_rules_count():
+    kernel = WithRule("with_rule")
+
+    def loss(x):
+        return jax.lax.scan(lambda x, _: (kernel(x), None), x, length=5)[0].sum()
+
+    found = numbers(jax.grad(loss), X)
+    shape = X.shape
+    assert found == {
+        ("with_rule", shape): 5,
+        ("with_rule.bwd", shape): 5,
+        ("counted", shape): 5,
+        ("other", shape): 10,
+    }
+
+
+def test_a_run_makes_at_least_the_calls_that_are_known():
+    calls, times = discover_counted(lambda x: counted(counted(other(x))), [X], {})
+    assert "made 3 times in a run" in report.found("train", calls, "cpu:x", times)
+    unknown = {key: number for key, number in times.items() if key.op.startswith("counted")}
+    assert "made at least 3 times in a run" in report.found("train", calls, "cpu:x", unknown)

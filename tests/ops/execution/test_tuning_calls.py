@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import functools
+import io
+import sys
 import threading
 import types
 import weakref
@@ -23,6 +25,7 @@ from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import KernelError, TuningError, TuningWarning
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor
+from ejkernel.ops.execution.offline import autotune
 from ejkernel.ops.registry import recording
 
 pytestmark = [pytest.mark.slow, pytest.mark.sampled]
@@ -49,6 +52,20 @@ def fates(tuned):
 def test_real_times_are_positive():
     tuned = tune(Searched())
     assert all(outcome.measurement.median > 0 and outcome.compile_seconds > 0 for outcome in tuned.outcomes)
+
+
+def test_a_search_is_logged_at_its_start_and_end_and_named_on_a_terminal(monkeypatch, caplog):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stderr", Terminal())
+    with caplog.at_level("INFO", "ejkernel.ops.autotuner.tuner"):
+        autotune(Searched(), X, num_iters=1)
+    assert [text.partition(" f32")[0].partition(" in ")[0] for text in caplog.messages] == [
+        f"{verb} {Searched().op_id_v}" for verb in ("tuning", "tuned")
+    ]
+    assert sys.stderr.getvalue() == f"tuning {Searched().op_id} f32[16]\n"
 
 
 SITUATIONS = {

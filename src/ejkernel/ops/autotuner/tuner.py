@@ -28,7 +28,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import GradientWarning, TuningError, TuningWarning
-from ejkernel.ops.utils.formatting import compact
+from ejkernel.ops.utils.formatting import arguments, compact
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.validation import check_argument, is_count
 
@@ -146,6 +146,7 @@ class Autotuner:
             if progress is None
             else on_event(Counter(lambda _, done, total: progress(done, total), [inv.key]))
         ):
+            logger.info("tuning %s %s", inv.op_id_v, arguments(inv.description))
             data = self._carried_out(task)
             _report(data, inputs, candidates)
             emit(SearchFinished(inv.key, data))

@@ -47,6 +47,20 @@ class UnusableError(EjkernelError):
     """An entry cannot be used; the message has the reason."""
 
 
+class ClosedFolderError(UnusableError):
+    """A folder above an entry may not be searched, so it is unknown whether the entry exists."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.folder = folder
+
+    def __str__(self) -> str:
+        return (
+            f"the cache folder {self.folder} may not be read by this user, so its configurations are not used; change "
+            "its permissions, or choose another folder."
+        )
+
+
 def or_unusable(read: Callable[P, T]) -> Callable[P, T]:
     """Make a function raise `UnusableError` instead of `SerializationError`."""
 
@@ -264,7 +278,7 @@ def listed(folder: Traversable | str) -> list[Place]:
     except (FileNotFoundError, NotADirectoryError):  # removed since, or a file
         return []
     except OSError as error:
-        warn_of(str(folder), error)
+        warn_once(str(folder), f"the folder {folder} cannot be listed, so its files are ignored: {error.strerror}")
         return []
 
 
@@ -294,10 +308,17 @@ def read_file(
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise UnusableError(f"it cannot be read: {error}") from error
+        closed = _closed_above(file) if isinstance(error, PermissionError) else ""
+        raise (ClosedFolderError(closed) if closed else UnusableError(f"it cannot be read: {error}")) from error
     if len(raw) > largest:
         raise UnusableError(f"it has more than {largest} bytes")
     return raw
+
+
+def _closed_above(file: Traversable | str) -> str:
+    """Return the first folder above a file that this process may not search; empty without one."""
+    above = reversed(Path(file).parents) if isinstance(file, (str, Path)) else ()
+    return next((str(folder) for folder in above if not os.access(folder, os.X_OK)), "")
 
 
 @contextlib.contextmanager
@@ -343,7 +364,10 @@ def _read(descriptor: int, size: int, largest: int) -> bytes:
 
 
 def warn_of(place: str, reason: Exception, remedy: str = "") -> None:
-    """Warn, once per place, that its entry is ignored."""
+    """Warn, once per place, that its entry is ignored, or that a folder above it is closed."""
+    if isinstance(reason, ClosedFolderError):
+        warn_once(reason.folder, str(reason))
+        return
     warn_once(place, f"ignoring cache entry {place}: {reason}{remedy}")
 
 

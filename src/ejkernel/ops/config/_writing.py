@@ -25,7 +25,9 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -114,6 +116,32 @@ def replace_judged(texts: Mapping[Path, str], root: Path, check: Callable[[], ob
     raw = {file: (text.encode(),) for file, text in texts.items()}
     chunks = {file: (lambda parts=parts: parts) for file, parts in raw.items()}
     _retried(lambda: _written(chunks, root, placing, durable=True))
+
+
+def keep_elsewhere(folder: Path | None, parts: tuple[str, ...], text: str) -> Path | None:
+    """Write a file that a cache folder does not take to a temporary folder of the same layout; return that folder.
+
+    Args:
+        folder: The folder; `None` creates one.
+        parts: The path of the file in the cache folder.
+        text: Its content.
+    """
+    place = folder
+    try:
+        place = _new_folder() if folder is None else folder
+        write_file(place.joinpath(*parts), text, root=place)
+    except OSError as error:
+        # Without any such folder, the caller warns that results stay in this process.
+        level = logging.INFO if folder is None else logging.WARNING
+        logger.log(level, "a result is not kept in a temporary folder either: %s", printable(error))
+        if folder is None and place is not None:
+            shutil.rmtree(place, ignore_errors=True)
+        return folder
+    return place
+
+
+def _new_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="ejkernel-"))  # only its owner may read it
 
 
 def _retried(write: Callable[[], float]) -> float:

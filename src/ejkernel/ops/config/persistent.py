@@ -13,6 +13,7 @@ import functools
 import os
 import re
 import secrets
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, overload
@@ -33,7 +34,7 @@ from ejkernel.ops.config._files import (
     warn_of,
     warn_once,
 )
-from ejkernel.ops.config._writing import write_file
+from ejkernel.ops.config._writing import keep_elsewhere, write_file
 from ejkernel.ops.config.cache import key_and_config, key_of
 from ejkernel.ops.config.entries import (
     StoredEntry,
@@ -72,13 +73,15 @@ class PersistentCache(Shown):
 
     A key is a `ConfigKey`, another tuple of three strings, or any value that `stable_json` accepts; keys of equal
     JSON are equal. An unusable entry is a miss with one `CacheWarning` per file. If the folder is not writable, the
-    cache warns once and keeps new entries in memory. It also warns once of a missing layer.
+    cache warns once and keeps new entries in memory, and in a temporary folder that the warning names. It also warns
+    once of a missing layer.
 
     Attributes:
         path: The writable folder; `None` if `~` cannot be expanded because the user has no home folder.
         layers: The read-only layers, read after `path`.
         shipped: Whether a chain continues with the shipped configurations after a miss.
         clock: Returns the time of new entries.
+        kept_in: The temporary folder with the entries and searches that could not be written; `None` without any.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class PersistentCache(Shown):
         self.clock = clock if clock is not None else now
         self._memory: dict[str, str] = {}  # canonical key: text of the unwritable file
         self._write_failed = False
+        self.kept_in: Path | None = None
         self._why_unwritten: dict[str, str] = {}  # canonical key: the error of its put
 
     @property
@@ -243,7 +247,7 @@ class PersistentCache(Shown):
         except (FileNotFoundError, NotADirectoryError):
             return found
         except OSError as error:
-            self.warn_not_writable(error)
+            self._warn_not_writable(error)
             return found
         return True
 
@@ -345,7 +349,7 @@ class PersistentCache(Shown):
             write_file(file, text, root=self.path)
         except OSError as error:
             self._memory[canonical], self._why_unwritten[canonical] = text, error.strerror or str(error)
-            self.warn_not_writable(error)
+            self.keep_elsewhere(location(key), text, error)
         else:
             # The file replaces an older entry in memory, from when the folder was not writable.
             self._memory.pop(canonical, None)
@@ -363,15 +367,29 @@ class PersistentCache(Shown):
         view._memory = {}
         return view
 
-    def warn_not_writable(self, error: OSError) -> None:
+    def keep_elsewhere(self, parts: tuple[str, ...], text: str, error: OSError) -> None:
+        """Keep a file that cannot be written to the cache folder in a temporary folder, and warn once."""
+        self.kept_in = keep_elsewhere(self.kept_in, parts, text)
+        self._warn_not_writable(error)
+
+    @property
+    def how_to_import(self) -> str:
+        """The folder with the results that could not be written, and the command that saves them; may be empty."""
+        if self.kept_in is None:
+            return ""
+        kept = f"New results are kept in {self.kept_in}"
+        if self.path is None:
+            return f"{kept}; set EJKERNEL_CACHE_DIR to it or to another folder."
+        command = shlex.join(["ejkernel", "cache", "merge", str(self.kept_in), "--cache", str(self.path)])
+        return f"{kept}; once {self.path} can be written, save them with `{command}`."
+
+    def _warn_not_writable(self, error: OSError) -> None:
         """Warn, once for this object, that new entries stay in memory."""
         if not self._write_failed:
             self._write_failed = True
             where = "the persistent cache" if self.path is None else f"the persistent cache {self.path}"
-            message = (
-                f"{where} cannot be written ({error}); configurations stay in this process. Set EJKERNEL_CACHE_DIR."
-            )
-            warn(message, CacheWarning)
+            how = self.how_to_import or "Configurations stay in this process; set EJKERNEL_CACHE_DIR."
+            warn(f"{where} cannot be written ({error}). {how}", CacheWarning)
 
 
 # --- keys and their places ---

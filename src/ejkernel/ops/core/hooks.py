@@ -35,6 +35,10 @@ _FORMS = {
 }
 PLATFORMS = tuple(_FORMS)
 _MISSPELT = 0.9  # similarity of a method's name to that of a hook from which it is probably misspelt
+_USUAL_NAMES = {  # names of other libraries and of `Implementation`, and the hooks of kernels that they mean
+    **dict.fromkeys(("heuristic", "heuristics", "default_config", "default_cfg"), ("heuristic_cfg",)),
+    **dict.fromkeys(("space", "search_space", "configs", "candidates"), ("config_space", "candidate_cfgs")),
+}
 _FORMS_ON_AMD = ("triton", "gpu", "xla")
 
 
@@ -216,19 +220,42 @@ def _named_config_type(cls: type[Computation[Any, Any]]) -> type | None:
 
 
 def _warn_of_misspelt_hooks(cls: type[Computation[Any, Any]]) -> None:
-    """Warn of methods that are never called, because their names are almost those of hooks."""
     interface = getattr(cls, "_interface", None)
-    if interface is None or cls.__module__.startswith("ejkernel."):
-        return
-    hooks = [name for name, value in vars(interface).items() if callable(value) and name[0] != "_"]
-    hooks += [name for name, value in vars(Computation).items() if callable(value) and name[0] != "_"]
+    if interface is not None and not cls.__module__.startswith("ejkernel."):
+        warn_of_misspelt_hooks(cls, (interface, Computation), _USUAL_NAMES)
+
+
+def warn_of_misspelt_hooks(
+    cls: type, interfaces: Sequence[type], usual: Mapping[str, tuple[str, ...]], *, what: str = "hook"
+) -> None:
+    """Warn of methods that are never called, because their names are almost those of hooks.
+
+    Args:
+        cls: A new class of a user.
+        interfaces: The classes with the hooks.
+        usual: Names that mean hooks; a class with one of these hooks may use the name for its own method.
+        what: The word for a hook.
+    """
+    public = [(name, value) for each in interfaces for name, value in vars(each).items() if name[0] != "_"]
+    hooks = [name for name, value in public if callable(value)]
     for name, value in vars(cls).items():
         if name[0] == "_" or not callable(value) or any(hasattr(base, name) for base in cls.__mro__[1:]):
             continue
-        close = difflib.get_close_matches(name, hooks, n=1, cutoff=_MISSPELT)
-        if close and not any(name.startswith(f"{hook}_") for hook in hooks):  # such as `run_gpu`
-            text = f"{cls.__qualname__}.{name} is no hook and is never called; did you mean {close[0]!r}?"
+        meant = _hook_meant(cls, name, hooks, usual.get(name, ()))
+        is_form = name not in usual and any(name.startswith(f"{hook}_") for hook in hooks)  # such as `run_gpu`
+        if meant and not is_form:
+            text = f"{cls.__qualname__}.{name} is no {what} and is never called; did you mean {meant!r}?"
             warn(text, KernelWarning)
+
+
+def _hook_meant(cls: type, name: str, hooks: Sequence[str], usual: tuple[str, ...]) -> str | None:
+    """Return the hook that a method's name probably means; `None` if it may be the author's own method."""
+    if usual:  # a class with the hook may call the method in it
+        own = [each for base in cls.__mro__ if not base.__module__.startswith("ejkernel.") for each in vars(base)]
+        return None if any(each.startswith(usual) and each != name for each in own) else usual[0]
+    by_short = {hook.replace("config", "cfg"): hook for hook in hooks}
+    close = difflib.get_close_matches(name.replace("config", "cfg"), by_short, n=1, cutoff=_MISSPELT)
+    return by_short[close[0]] if close else None
 
 
 def is_name(name: object) -> bool:

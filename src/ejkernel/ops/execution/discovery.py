@@ -16,7 +16,7 @@ from ejkernel import compat
 from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.invocation import Invocation, invocation_of
-from ejkernel.ops.core.primitive import Call, call_p
+from ejkernel.ops.core.primitive import Call, call_p, known_types
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, DescriptionError, EjkernelError
 from ejkernel.ops.registry import recording
@@ -70,18 +70,27 @@ def discover_counted(
         platforms = None if platform is None else compat.lowering_names(platform)
         lowered = traced.lower() if platforms is None else traced.lower(lowering_platforms=platforms)
     # By key, because a program may contain equal calls.
-    calls = list({inv.key: inv for inv in (*seen, *local_calls(lowered))}.values())
-    return calls, numbers_of(traced, calls)
+    local = local_calls(lowered)
+    calls = list({inv.key: inv for inv in (*seen, *local)}.values())
+    return calls, numbers_of(traced, calls, is_split=bool(local))
 
 
-def numbers_of(traced: object, calls: Sequence[Invocation[Any, Any]]) -> dict[ConfigKey, int]:
-    """Return how often one run of a traced program makes each of these calls, by key, where known."""
+def numbers_of(traced: object, calls: Sequence[Invocation[Any, Any]], *, is_split: bool) -> dict[ConfigKey, int]:
+    """Return how often one run of a traced program makes each of these calls, by key, where known.
+
+    Args:
+        traced: The program.
+        calls: Its calls.
+        is_split: Whether some of them split themselves over a mesh; then calls inside gradient rules are not counted.
+    """
     # Flax NNX wraps JAX's traced program, and a user's own `trace` may return something else.
     jaxpr = getattr(traced if hasattr(traced, "jaxpr") else getattr(traced, "traced", None), "jaxpr", None)
     if not calls or jaxpr is None:
         return {}
-    found = occurrences(jaxpr, calls[0].platform)
     names = {inv.key: (inv.op_id_v, inv.call_key) for inv in calls}
+    found = occurrences(jaxpr, calls[0].platform)
+    if not is_split and not found.keys() >= set(names.values()):
+        found = occurrences(jaxpr, calls[0].platform, in_gradients=True)
     return {key: found[name] for key, name in names.items() if name in found}
 
 
@@ -239,27 +248,32 @@ Name = tuple[str, str]
 """Operation with its version, and key of a call on any device."""
 
 
-def occurrences(jaxpr: Any, platform: str) -> Mapping[Name, int]:
+def occurrences(jaxpr: Any, platform: str, *, in_gradients: bool = False) -> Mapping[Name, int]:
     """Return how often one run of a traced program makes each call: in a `scan`, once for each step.
 
     A `while_loop` counts as one step, and a `cond` as the branch with the most calls, so the numbers are lower bounds.
-    Calls that split themselves over a mesh are not counted, because their shards have other keys.
+    Calls inside a kernel count as its trace makes them. Calls that split themselves over a mesh are not counted: their
+    shards have other keys.
+
+    Args:
+        jaxpr: The program.
+        platform: Its platform.
+        in_gradients: Whether to count the calls inside gradient rules, which are traced for it once more.
     """
-    return _Counter(platform).count(jaxpr)
+    return _Counter(platform, in_gradients).count(jaxpr)
 
 
 class _Counter:
-    def __init__(self, platform: str) -> None:
-        self._platform = platform
-        self._names: dict[Any, Name | None] = {}
+    def __init__(self, platform: str, in_gradients: bool) -> None:
+        self._platform, self._in_gradients = platform, in_gradients
+        self._calls: dict[Any, collections.Counter[Name]] = {}
 
     def count(self, jaxpr: Any) -> collections.Counter[Name]:
         """Return the number of each call in a jaxpr, with its inner ones."""
         found: collections.Counter[Name] = collections.Counter()
         for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
             if eqn.primitive is call_p:
-                name = self._name(eqn)
-                found.update([] if name is None else [name])
+                found.update(self._made_by(eqn))
                 continue
             inner = [self.count(one) for one in _jaxprs_in(eqn.params)]
             if eqn.primitive.name == "cond":
@@ -269,17 +283,35 @@ class _Counter:
                 found.update({name: times * number for name, number in one.items()})
         return found
 
-    def _name(self, eqn: Any) -> Name | None:
+    def _made_by(self, eqn: Any) -> collections.Counter[Name]:
+        """Return the number of each call that an equation makes: its own, and those inside its kernel."""
         call, avals = eqn.params["call"], tuple(var.aval for var in eqn.invars)
-        if (call, avals) not in self._names:
-            try:
-                with call.settings.entered():
+        if (call, avals) not in self._calls:
+            found: collections.Counter[Name] = collections.Counter()
+            with call.settings.entered():
+                try:
                     inv = invocation_of(call.node, avals, platform=self._platform)
-                    self._names[call, avals] = inv.op_id_v, inv.call_key
-            except EjkernelError as error:  # e.g. a call without a key
-                logger.debug("a call is not counted: %s", error_text(error))
-                self._names[call, avals] = None
-        return self._names[call, avals]
+                    found[inv.op_id_v, inv.call_key] += 1
+                    found.update(self._inside(call, avals, inv))
+                except EjkernelError as error:  # e.g. a call without a key
+                    logger.debug("a call is not counted: %s", error_text(error))
+            self._calls[call, avals] = found
+        return self._calls[call, avals]
+
+    def _inside(self, call: Call, avals: Sequence[HasType], inv: Invocation[Any, Any]) -> Mapping[Name, int]:
+        if inv.direction == "fwd":
+            known = known_types(call, avals)  # traced with the program
+            return {} if known is None else self.count(known.jaxpr)
+        if not self._in_gradients:
+            return {}
+        try:
+            with compat.on_one_device(), looking_only():
+                body = call.host.body_of(call, self._platform, avals, None)
+                jaxpr = jax.make_jaxpr(body.compute)(*(jax.ShapeDtypeStruct(like.shape, like.dtype) for like in avals))
+        except Exception as error:  # noqa: BLE001 - the program was lowered, in a context that the rule may need
+            logger.debug("%s: the calls inside are not counted: %s", inv.op_id, error_text(error))
+            return {}
+        return self.count(jaxpr)
 
 
 def _jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:

@@ -406,6 +406,7 @@ def autotune_kernel(
     if others:
         more |= {"weight": first.weight, "others": others}
     policy = effective_policy(chain)
+    say_on_terminal(f"tuning {target.op_id} {arguments(first.inv.description)}")
     data = chain.search(first.inv, target, tuner=tuner, candidates=configs, policy=policy, **more)
     return _result(chain, [([first, *others], data)], first.inv.device_fingerprint)
 

@@ -51,7 +51,7 @@ def check(url, folder, written):
     found = {stored[0].config["rows"] for stored in SharedPlace(url, folder).variants()}
     best = next(stored[0] for stored in SharedPlace(url, folder).variants() if stored[0].key == entry(0).key)
     assert {number for numbers in written for number in numbers} <= found
-    assert best.config == {"rows": max(map(max, written))}
+    assert best.config == {"rows": max(found)}  # perhaps put by the killed writer, which could not acknowledge it
 
 
 def test_merging_writers_and_a_killed_one_lose_nothing(tmp_path):

@@ -51,8 +51,8 @@ class Measurement:
     """The measured time and memory of one call.
 
     Attributes:
-        samples: Seconds per call, one for each round; each is the mean of calls that ran back to back. With several
-            cases it is their weighted geometric mean.
+        samples: Seconds per call, one for each round; each is the mean of calls that ran back to back or, on a CPU,
+            the median of calls that were waited for. With several cases it is their weighted geometric mean.
         method: The timer: `cupti`, the GPU's time in kernels; `profiler`, the device's time in programs; `wall`; or
             `processor`, the processor time of the host's busiest thread, used if the host does the work and other
             processes disturb the clock.
@@ -267,7 +267,7 @@ class _Sampler:
         """Return the number of calls per sample of each function; after `stop`, only that of the first."""
         calls: dict[int, list[int]] = {}
         # As many calls a sample as a candidate's work says: the clock would say too few on a busy machine.
-        count_calls = functools.partial(calls_per_sample, threads=choose_timer([]).threads)
+        count_calls = functools.partial(calls_per_sample, timer=choose_timer([]))
         for index in list(self.sampling.running):
             if calls and self.stop():
                 self.sampling.drop(index)

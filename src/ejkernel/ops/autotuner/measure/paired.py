@@ -214,14 +214,13 @@ def judge(
     if by_clock.settled and (not busiest.settled or (is_last and (busiest.wins or not by_clock.wins))):
         return by_clock
     if opposed:
-        doubt = (
-            "this is processor time, but by the clock, which other processes disturbed, it is "
-            f"{by_clock.speedup:.2f}x, and the two disagree"
-        )
+        shown = "shows that it is faster" if busiest.wins else "does not show that it is faster"
+        other = f"shows that it is {'slower' if busiest.wins else 'faster'} ({by_clock.speedup:.2f}x)"
+        doubt = f"processor time {shown}, but the clock, which other processes disturbed, {other}"
     elif busiest.settled:
         doubt = (
-            f"this is the processor time of its busiest thread, but in that of all its threads it is "
-            f"{total.speedup:.2f}x, and both must agree on a lead of {by_work.least:.2f}x"
+            f"that is the processor time of its busiest thread; that of all its threads shows {total.speedup:.2f}x, "
+            f"and both must show {by_work.least:.2f}x"
         )
     else:
         doubt = busiest.doubt

@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,8 +21,10 @@ from ejkernel.ops.utils.fingerprint import default_device, platform_kind
 
 _CLOCK = time.perf_counter
 _SAMPLE_SECONDS = 2e-3  # a sample repeats the call for this long, so that clock and dispatch overheads do not count
+_HOST_SAMPLE_SECONDS = 5e-4  # far below a time slice, in which other processes seldom disturb
 _THREADS = "/proc/self/task"  # Linux: one folder for each thread of this process
 _CPUCLOCK_OF_THREAD = 6  # Linux: low bits of a thread's CPU clock id; the complemented thread id is above them
+_READING = threading.local()  # `seconds`: the thread's processor time in `thread_seconds`
 _PROGRAMS = "XLA Modules"  # the line of a device's plane with one event per run of a program
 
 
@@ -36,6 +40,7 @@ class Timer:
         method: Its name, stored with every time.
         sample: Runs a function several times and returns the seconds per call; raises `TimerError` if unknown.
         end: Releases the resources of the samples.
+        seconds: The duration of a sample of short calls.
         threads: Returns the processor time of each thread of this process if the host does the work and the system
             reports it; otherwise an empty dictionary.
     """
@@ -43,6 +48,7 @@ class Timer:
     method: str
     sample: Callable[[Callable[[], Any], int], float]
     end: Callable[[], None] = lambda: None
+    seconds: float = _SAMPLE_SECONDS
     threads: Callable[[], Mapping[str, float]] = dict
 
 
@@ -59,6 +65,15 @@ def wall_sample(function: Callable[[], Any], calls: int) -> float:
         out = function()
     jax.block_until_ready(out)
     return (_CLOCK() - start) / calls
+
+
+def host_sample(function: Callable[[], Any], calls: int) -> float:
+    """Return the median seconds of `calls` calls, each waited for, as a program waits for its step.
+
+    On a CPU, calls issued back to back overlap, so that one on a single core seems as fast as one on all of them. Their
+    mean over a time slice of the system shows how much processor time others leave rather than the call's own time.
+    """
+    return statistics.median(wall_sample(function, 1) for _ in range(calls))
 
 
 def cupti_sample(function: Callable[[], Any], calls: int) -> float:
@@ -100,7 +115,11 @@ def device_seconds(planes: Iterable[Any]) -> float | None:
 
 
 def thread_seconds() -> dict[str, float]:
-    """Return the processor time of each thread of this process; an empty dictionary if unknown."""
+    """Return the processor time of each thread of this process; an empty dictionary if unknown.
+
+    That of the calling thread is without the time of this function, which takes as long as a short call.
+    """
+    start = time.thread_time()
     try:
         threads = os.listdir(_THREADS)
     except OSError:
@@ -111,6 +130,9 @@ def thread_seconds() -> dict[str, float]:
             spent[thread] = time.clock_gettime(~int(thread) << 3 | _CPUCLOCK_OF_THREAD)
         except OSError:  # the thread has just ended
             continue
+    now = time.thread_time()
+    _READING.seconds = getattr(_READING, "seconds", 0.0) + now - start
+    spent[str(threading.get_native_id())] = now - _READING.seconds
     return spent
 
 
@@ -121,7 +143,8 @@ def work_between(before: Mapping[str, float], after: Mapping[str, float], calls:
 
 
 WALL = Timer("wall", wall_sample)
-HOST = Timer("wall", wall_sample, threads=thread_seconds)  # for calls that run on the host's processors
+# For calls that run on the host's processors.
+HOST = Timer("wall", host_sample, seconds=_HOST_SAMPLE_SECONDS, threads=thread_seconds)
 CUPTI = Timer("cupti", cupti_sample, compat.detach_cupti)
 PROFILER = Timer("profiler", profiler_sample)
 _BY_PLATFORM = {"cpu": HOST, "gpu": CUPTI, "tpu": PROFILER}
@@ -142,23 +165,21 @@ def choose_timer(functions: Sequence[Callable[[], Any]]) -> Timer:
     return timer
 
 
-def calls_per_sample(
-    function: Callable[[], Any], warmup: int, threads: Callable[[], Mapping[str, float]] = dict
-) -> int:
+def calls_per_sample(function: Callable[[], Any], warmup: int, timer: Timer = WALL) -> int:
     """Return the number of calls that make one sample of `function`, after `warmup` calls (at least one).
 
-    If `threads` reports processor time, the number follows from it: on a busy machine the wall clock would give some
-    candidates samples of one call and others samples of many, which do not compare.
+    If the timer knows the processor time of threads, the number follows from it: on a busy machine the wall clock would
+    give some candidates samples of one call and others samples of many, which do not compare.
     """
     least = math.inf
     # the first call may still load and allocate, and does not count
     for count in range(max(2, warmup)):
-        before = threads()
+        before = timer.threads()
         seconds = wall_sample(function, 1)
-        work = work_between(before, threads(), 1)
+        work = work_between(before, timer.threads(), 1)
         if count > 0:
             least = min(least, seconds if work is None else max(work.busiest, seconds / MOSTLY_WAITS))
-    return max(1, min(1000, round(_SAMPLE_SECONDS / max(least, 1e-7))))
+    return max(1, min(1000, round(timer.seconds / max(least, 1e-7))))
 
 
 def _repeated(function: Callable[[], Any], calls: int) -> Callable[[], Any]:

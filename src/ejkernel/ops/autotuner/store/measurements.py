@@ -159,7 +159,7 @@ class MeasurementStore(Shown):
             self._memory[name] = text
             for old in known[: 1 - KEPT]:
                 del self._memory[old]
-            self.cache.warn_not_writable(error)
+            self.cache.keep_elsewhere((*location(data.key)[:2], name), text, error)
         else:
             _remove(beside, known[: 1 - KEPT])
 

@@ -131,7 +131,10 @@ class Saver:
         self.chain.remember(key, found.config, call=call.description, measured=found.summary_data() | space)
         store = self.chain.persistent
         why = store.why_unwritten(key) if isinstance(store, PersistentCache) and self.chain.persist_autotune else ""
-        return f"{store.path} cannot be written: {why}" if isinstance(store, PersistentCache) and why else ""
+        if not isinstance(store, PersistentCache) or not why:
+            return ""
+        kept = "" if store.kept_in is None else f"; it is kept in {store.kept_in}"
+        return f"{store.path} cannot be written: {why}{kept}"
 
     def _why_not_read(self, found: AutotuneData) -> str:
         """Return why a saved configuration would not be the measured one when it is read; empty if it would."""
