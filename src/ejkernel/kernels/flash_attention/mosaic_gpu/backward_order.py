@@ -46,8 +46,8 @@ def order_of(problem: BackwardProblem, params: BackwardParams) -> Order:
     the more parts alternate, the fewer blocks at a time share queries, and sums, in the cache. On one H100, causal
     gradients of 8,192 queries of 64 heads took 9,319 us if all heads alternate, and 5,018 us two by two.
     """
-    steps = steps_of(problem, params)
-    count, alike = steps.shape[1], alike_parts(problem, params)
+    steps = _steps_of(problem, params)
+    count, alike = steps.shape[1], _alike_parts(problem, params)
     orders = [
         Order(together, _time(problem, params, steps, together))
         for together in (*(n for n in range(alike, 0, -1) if alike % n == 0), count)
@@ -60,13 +60,13 @@ def order_of(problem: BackwardProblem, params: BackwardParams) -> Order:
 def full_time(problem: BackwardProblem, params: BackwardParams) -> float:
     """Return how long all blocks of keys take without a mask, in steps of 64 queries."""
     # Of ten gradients on one H200 with 1 to 8 parts, nine have the fastest of 3 to 6, and one is 1 % slower.
-    steps = steps_of(problem, params)
+    steps = _steps_of(problem, params)
     if steps.size > FEW_BLOCKS:
         return math.ceil(steps.size / MULTIPROCESSORS) * float(steps.max())
-    return duration(steps, 1)
+    return _duration(steps, 1)
 
 
-def alike_parts(problem: BackwardProblem, params: BackwardParams) -> int:
+def _alike_parts(problem: BackwardProblem, params: BackwardParams) -> int:
     """Return how many consecutive parts have equally many heads: those of one example, or all of one length.
 
     If the heads of a group divide unevenly, the longer parts of all examples come first.
@@ -75,7 +75,7 @@ def alike_parts(problem: BackwardProblem, params: BackwardParams) -> int:
     return problem.groups * (params.head_parts if even else problem.batch)
 
 
-def steps_of(problem: BackwardProblem, params: BackwardParams) -> np.ndarray:
+def _steps_of(problem: BackwardProblem, params: BackwardParams) -> np.ndarray:
     """Return the time of each block of keys of each part, `[key blocks, parts]`, in steps of 64 queries."""
     heads = np.repeat(part_heads(problem, params), problem.groups * problem.batch)
     steps: np.ndarray = block_steps(problem, params.keys)[:, None] * heads + _ENDS
@@ -95,14 +95,14 @@ def _time(problem: BackwardProblem, params: BackwardParams, steps: np.ndarray, t
     missed = 0.45 + 0.5 / sharing + min(0.35, 0.2 * heads * sharing / blocks)
     missed *= min(max(in_flight - _CACHED, 0) / (2 * _CACHED), 1)
     drift = 1 + _DRIFT * (heads - 1) if fused and problem.head_dim > 64 else 1.0
-    busiest = duration(steps, together) * drift if steps.size <= FEW_BLOCKS else mean
+    busiest = _duration(steps, together) * drift if steps.size <= FEW_BLOCKS else mean
     memory = _MEMORY_SPLIT if not fused else _MEMORY if problem.head_dim > 64 else _MEMORY_NARROW
     hidden = _HIDDEN if fused else _HIDDEN_SPLIT
     copies = memory * missed * mean
     return max(busiest, copies) + hidden * min(busiest, copies)
 
 
-def duration(steps: np.ndarray, together: int) -> float:
+def _duration(steps: np.ndarray, together: int) -> float:
     """Return how long blocks of threads take that start in this order, each as soon as a multiprocessor is free."""
     busy = [0.0] * MULTIPROCESSORS
     turns = steps.reshape(steps.shape[0], -1, together).transpose(1, 0, 2)
