@@ -89,7 +89,7 @@ def test_a_qwix_array_and_factors_of_rows():
     ("change", "message"),
     [
         (lambda: {"activation": "tanh"}, "activation must be one of .* got 'tanh'"),
-        (lambda: {"gate": jnp.ones((4, 128, 256))}, "gate must be Quantized in rhs's blocks"),
+        (lambda: {"gate": jnp.ones((4, 128, 256))}, "gate must be Quantized like rhs, in blocks"),
         (lambda: {"precision": "highest"}, "precision must be None"),
         (
             lambda: {"lhs": jnp.ones((16, 256), "float8_e4m3fn")},

@@ -162,6 +162,19 @@ def test_programs_of_quantised_arrays_are_exported():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_exported_programs_with_a_fixed_operand_are_differentiated(dtype):
+    x, w = normal(4, 256), quantize(normal(8, 256, seed=1), dtype=dtype)
+    program = lambda x, w: quantized_matmul(x, jax.lax.stop_gradient(w), transpose_w=True)  # noqa: E731
+    stored = jax.export.export(jax.jit(program))(x, w).serialize(vjp_order=1)
+    found, back = jax.vjp(jax.export.deserialize(stored).call, x, w)
+    np.testing.assert_array_equal(found, program(x, w))
+    gradient, none = back(found)
+    np.testing.assert_array_equal(gradient, jax.vjp(program, x, w)[1](found)[0])
+    assert not none.scale.any()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("wide", [None, "x", "w"])
 def test_rows_of_the_result_take_factors(wide):
     x, w, factors = normal(2, 8, 256), normal(32, 256, seed=1), normal(2, 8, seed=2)

@@ -255,7 +255,7 @@ def _activated(
     if gate is not None:
         values, scale, block = quantized_operand("gate", gate)
         if block != rhs_block:
-            wanted = "an array like rhs" if rhs_block is None else f"Quantized in rhs's blocks, {rhs_block}"
+            wanted = "an array like rhs" if rhs_block is None else f"Quantized like rhs, in blocks {rhs_block}"
             raise ArgumentError(f"gate must be {wanted}; got {type_text(gate)}, {block}.")
         pair = (values, scale)
     options |= {"lhs_block": lhs_block, "rhs_block": rhs_block, "quantize": quantize}

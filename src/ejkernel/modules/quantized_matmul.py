@@ -223,7 +223,9 @@ def quantized_matmul(
     `[n, k]`. `xla` runs everything else, on widened operands.
 
     A bfloat16, float16 or float32 operand has a gradient: the matmul of the result's gradient and the other,
-    dequantised operand. Differentiating a quantised operand raises. `quantized_dense` quantises both and trains.
+    dequantised operand. Differentiating a quantised operand raises, and so does `serialize(vjp_order=1)` of an
+    exported program, which differentiates all arguments: pass `jax.lax.stop_gradient(w)` in the program.
+    `quantized_dense` quantises both and trains.
 
     Activation, gate and factors of rows: the result is `activation(x @ w) * (x @ gate) * row_scale`, computed from
     float32 sums. With an activation or a gate this is the operation `quantized_grouped_activation` with one group,

@@ -259,7 +259,7 @@ DENSE = MATRIX.dequantize()
         (lambda: grouped(X, W, row_scale=jnp.ones(4)), "row_scale must be None with quantize"),
         (lambda: grouped(X.dequantize(), W), "must both be Quantized"),
         (lambda: grouped(X, W, gate=jax.tree.map(lambda a: a[:, :4], GATE)), "gate must be Quantized like rhs"),
-        (lambda: grouped(X, W, gate=quantize(GATE.dequantize(), axis=(1, 2))), "gate must be Quantized in"),
+        (lambda: grouped(X, W, gate=quantize(GATE.dequantize(), axis=(1, 2))), "gate must be Quantized like rhs, in"),
         (lambda: grouped(X, W, quantize=None, gate=GATE, precision="highest"), "precision must be None"),
     ],
 )

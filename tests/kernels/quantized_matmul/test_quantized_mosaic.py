@@ -276,6 +276,14 @@ def test_few_wide_rows_occupy_most_multiprocessors(inner, columns):
     assert (plan.splits - 1) * plan.steps < inner // plans.STEP <= plan.splits * plan.steps
 
 
+@pytest.mark.parametrize(("rows", "width", "stages"), [(16, 256, 4), (16, 192, 6), (16, 128, 9), (64, 256, 4)])
+def test_few_wide_rows_hold_at_most_144_kib_of_the_matrix(rows, width, stages):
+    columns = {256: 28672, 192: 6144, 128: 4096}[width]
+    call = dataclasses.replace(CALL, rows=rows, inner=8192, columns=columns, x_dtype="bfloat16", x_block=None)
+    params = MosaicGpu().heuristic(call)
+    assert (params.block_n, params.stages) == (width, stages)
+
+
 def test_parameters_outside_their_ranges_are_refused():
     with pytest.raises(ConfigError, match="block_n must be"):
         QuantizedMatmulConfig(implementation="mosaic_gpu", fwd=MosaicGpuParams(block_n=100))

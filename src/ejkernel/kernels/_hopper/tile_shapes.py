@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes that our matrix-product kernels share; importing them does not need Pallas Mosaic GPU."""
+"""Sizes and padding that our matrix-product kernels share; importing them does not need Pallas Mosaic GPU."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
 
 from .device import Registers
 
@@ -19,3 +24,9 @@ OVERHEAD = 2 * 1024  # bytes of shared memory for barriers and the alignment of 
 def padded(size: int, multiple: int) -> int:
     """Return a size rounded up."""
     return -(-size // multiple) * multiple
+
+
+def with_zeros(array: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Return an array of this shape, with zeros behind the given one."""
+    added = [wanted - size for wanted, size in zip(shape, array.shape, strict=True)]
+    return jnp.pad(array, [(0, more) for more in added]) if any(added) else array

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._hopper.tile_shapes import ALIGNED, padded
+from ejkernel.kernels._hopper.tile_shapes import with_zeros
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall, Groups, clipped_sizes, row_spans, taken_apart
 
@@ -46,8 +46,9 @@ def _multiplied(
         sizes = sizes_for(call, groups)
         scales = [_with_room(row_scale, plan) for row_scale in others[plan.products - 1 :]]
         with jax.enable_x64(False):  # the kernels count in int32
-            lhs = _pad(lhs, (plan.rows, ALIGNED))
-            matrices = [_pad(x, (1, ALIGNED, ALIGNED)) for x in (rhs, *others[: plan.products - 1])]
+            lhs = with_zeros(lhs, (plan.rows, plan.inner))
+            shape = (plan.columns, plan.inner) if plan.transpose_rhs else (plan.inner, plan.columns)
+            matrices = [with_zeros(x, (plan.groups, *shape)) for x in (rhs, *others[: plan.products - 1])]
             found = multiply(plan, lhs, *matrices, sizes, *scales, interpret=interpret)
             return [x[: call.rows, : call.columns] for x in found]
 
@@ -67,7 +68,7 @@ def weights_gradient(
         plan = wgrad_plan(call, params)
         table = table_of(*row_spans(groups, call.rows, call.groups), largest_first=params.largest_first)
         with jax.enable_x64(False):
-            lhs, rhs = (_pad(x, (plan.rows, ALIGNED)) for x in (lhs, rhs))
+            lhs, rhs = with_zeros(lhs, (plan.rows, plan.inner)), with_zeros(rhs, (plan.rows, plan.columns))
             return sum_products(plan, lhs, rhs, table, interpret=interpret)[:, : call.inner, : call.columns]
 
     found: jax.Array = one_by_one(compute, *arrays)
@@ -100,9 +101,3 @@ def table_of(starts: jax.Array, ends: jax.Array, *, largest_first: bool) -> jax.
 def _with_room(row_scale: jax.Array, plan: ProductPlan) -> jax.Array:
     """Return float32 row factors, padded so that the last tile can read past the end."""
     return jnp.pad(row_scale.astype(jnp.float32), (0, plan.rows + plan.tile_rows - row_scale.shape[0]))
-
-
-def _pad(x: jax.Array, multiples: tuple[int, ...]) -> jax.Array:
-    """Pad an array with zeros to multiples of these sizes."""
-    added = [padded(size, multiple) - size for size, multiple in zip(x.shape, multiples, strict=True)]
-    return jnp.pad(x, [(0, more) for more in added]) if any(added) else x

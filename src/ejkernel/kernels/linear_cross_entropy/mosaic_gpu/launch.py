@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel import compat
-from ejkernel.kernels._hopper.tile_shapes import ALIGNED, ROWS, padded
+from ejkernel.kernels._hopper.tile_shapes import ALIGNED, ROWS, padded, with_zeros
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.kernels.linear_cross_entropy.common import (
     Coefficients,
@@ -68,7 +68,7 @@ class Rows(NamedTuple):
         """Return rows padded to whole tiles."""
         missing = padded(x.shape[0], TILE_ROWS) - x.shape[0]
         sizes = x.shape[0] + missing, padded(x.shape[1], ALIGNED)
-        return cls(pad(x, sizes), jnp.pad(labels, (0, missing), constant_values=-1), x.shape[0])
+        return cls(with_zeros(x, sizes), jnp.pad(labels, (0, missing), constant_values=-1), x.shape[0])
 
     def numbers(self, values: jax.Array, fill: float = 0) -> jax.Array:
         """Return one float32 number per padded row."""
@@ -107,7 +107,7 @@ class PaddedHead:
             missing = padded(call.columns, WIDEST_TILE) - call.columns
             bias = jnp.pad(bias.astype(jnp.float32), (0, missing), constant_values=-jnp.inf)
         sizes = padded(call.inner, ALIGNED), padded_columns(call.columns)
-        return cls(call, params, pad(weight, sizes[::-1] if call.transpose_weight else sizes), bias, interpret)
+        return cls(call, params, with_zeros(weight, sizes[::-1] if call.transpose_weight else sizes), bias, interpret)
 
     @property
     def columns(self) -> int:
@@ -250,9 +250,3 @@ def may_overwrite(*arrays: Any) -> bool:
     Pallas refuses references of arrays that vary over mesh axes.
     """
     return not any(compat.varying_axes(x) for x in jax.tree.leaves(arrays))
-
-
-def pad(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """Pad an array with zeros to these sizes."""
-    added = [size - own for own, size in zip(x.shape, sizes, strict=True)]
-    return jnp.pad(x, [(0, more) for more in added]) if any(added) else x

@@ -87,15 +87,13 @@ class ScaledSums:
                 following: list[Any] = []
                 totals: list[Any] = []
                 for pending, accumulator in zip(reversed(range(len(starts))), accumulators, strict=True):
-                    found = self.backend.read(accumulator, pending=pending)
-                    pieces = self._pieces_of(found, stage, len(totals) * PIECE)
+                    found, at = self.backend.read(accumulator, pending=pending), len(totals)
+                    terms = self._terms(found, factors_of[at:], stage, at * PIECE)
                     if not pending:
                         self.backend.order_reads()  # of scales, before the arrival
                         self.pipeline.consumer_release(stage)
                         following = factors(i + 1)
-                    at = len(totals)
-                    terms = zip(sums[at:], pieces, factors_of[at:], strict=False)
-                    totals += [total + piece * factor for total, piece, factor in terms]
+                    totals += [total + piece * factor for total, (piece, factor) in zip(sums[at:], terms, strict=False)]
                 return totals, following
 
             accumulators = [plgpu.ACC((shape[0], width), jnp.float32) for width in self._widths]
@@ -108,14 +106,18 @@ class ScaledSums:
             return list(lax.fori_loop(0, steps, one, start)[0])
         return list(lax.fori_loop(1, steps, one, one(jnp.int32(0), start, meanwhile))[0])
 
-    def _pieces_of(self, found: Any, stage: Any, start: int) -> list[Any]:
-        """Return products in pieces, times the scales of their columns, from `start` on, if each column has one."""
+    def _terms(self, found: Any, factors: Sequence[Any], stage: Any, start: int) -> list[tuple[Any, Any]]:
+        """Return pieces of products, from column `start` on, each with its factor; columns may have scales, too."""
         places = range(0, found.shape[1], PIECE)
-        pieces = [found[:, at : at + PIECE] for at in places]
+        pieces = [self._of_columns(found[:, at : at + PIECE], stage, start + at) for at in places]
+        return list(zip(pieces, factors, strict=False))
+
+    def _of_columns(self, array: Any, stage: Any, start: int) -> Any:
+        """Return a piece times the scales of its columns, from `start` on, if each column has one."""
         if not self.plan.thin:
-            return pieces
-        own = [plgpu.load(self.memory.w_scale.at[stage, pl.ds(start + at, PIECE)], layout=_COLUMNS) for at in places]
-        return [piece * lax.broadcast_in_dim(each, piece.shape, [1]) for piece, each in zip(pieces, own, strict=True)]
+            return array
+        own = plgpu.load(self.memory.w_scale.at[stage, pl.ds(start, PIECE)], layout=_COLUMNS)
+        return array * lax.broadcast_in_dim(own, array.shape, [1])
 
     def _factors(self, step: Any, index: Any, warpgroup: Any, column: Any) -> list[Any]:
         """Return factors of rows in step `index` of the tile that begins with `step`, for each piece or for all."""

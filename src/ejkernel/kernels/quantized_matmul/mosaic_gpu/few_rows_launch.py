@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.kernels._hopper.tile_shapes import ROWS, padded
+from ejkernel.kernels._hopper.tile_shapes import ROWS, padded, with_zeros
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.kernels.grouped_matmul.common import (
     Groups,
@@ -27,7 +27,7 @@ from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
 from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMatmulCall
 
 from .few_rows_plan import HALF, FewRowsPlan, few_rows_plan
-from .padding import each_factor, with_zeros
+from .padding import each_factor
 from .plan import ROW_TILE, MosaicGpuParams
 
 

@@ -179,9 +179,14 @@ class FewRowsPlan:
         return self.column_tiles * self.tile_columns
 
     @property
+    def matrix_bytes(self) -> int:
+        """Bytes of the matrices in a pipeline stage."""
+        return self.products * self.tile_columns * STEP
+
+    @property
     def stage_bytes(self) -> int:
         """Bytes of a pipeline stage."""
-        return (self.tile_rows * jnp.dtype(self.dtype).itemsize + self.products * self.tile_columns) * STEP
+        return self.tile_rows * jnp.dtype(self.dtype).itemsize * STEP + self.matrix_bytes
 
     @property
     def columns_per_program(self) -> int:
@@ -194,7 +199,7 @@ class FewRowsPlan:
         The factors were fitted to a few shapes on one H200.
         """
         rows = self.tile_rows * STEP * jnp.dtype(self.dtype).itemsize  # they come from the L2 cache
-        step = max(self.products * self.tile_columns * STEP + _CACHED * rows + _PER_STEP, _LEAST_STEP)
+        step = max(self.matrix_bytes + _CACHED * rows + _PER_STEP, _LEAST_STEP)
         tiles = -(-self.tiles * self.splits // self.programs)
         summed = 8 * math.prod(self.result_shape) / MULTIPROCESSORS + _SPLIT * self.splits if self.splits > 1 else 0
         return tiles * self.steps * step + summed

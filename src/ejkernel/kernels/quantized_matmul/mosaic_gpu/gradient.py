@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel.kernels import _hopper as hopper
-from ejkernel.kernels._hopper.tile_shapes import padded
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.kernels.grouped_matmul.common import Groups, row_spans
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.launch import table_of
@@ -21,6 +19,7 @@ from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
 
+from .padding import in_chunks
 from .plan import MOST_SUMS, quantized_wgrad_plan
 
 _WIDTHS = (64, 128, 192)  # of a tile: sums and accumulator of 256 columns do not fit in registers
@@ -119,14 +118,8 @@ def weights_gradient(
         table = table_of(*spans, largest_first=params.largest_first)
         with jax.enable_x64(False):  # the kernel counts in int32
             # Our quantising kernel stores scales in this order, so the transposes cancel.
-            scales = [_aligned(scale.astype(jnp.float32).T) for scale in (lhs_scale, rhs_scale)]
+            scales = [in_chunks(scale.T) for scale in (lhs_scale, rhs_scale)]
             return sum_products(plan, lhs, rhs, table, *scales, interpret=interpret)[:, : call.inner, : call.columns]
 
     found: jax.Array = one_by_one(compute, *arrays)
     return found
-
-
-def _aligned(scale: jax.Array) -> jax.Array:
-    """Return scales with rows of whole 16 bytes, which copies need."""
-    more = padded(scale.shape[1], 4) - scale.shape[1]
-    return jnp.pad(scale, ((0, 0), (0, more))) if more else scale

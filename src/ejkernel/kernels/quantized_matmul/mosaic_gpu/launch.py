@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._hopper.backend import backend_for
-from ejkernel.kernels._hopper.tile_shapes import padded
+from ejkernel.kernels._hopper.tile_shapes import padded, with_zeros
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.launch import sizes_for
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.tiles import run_kernel
@@ -18,9 +18,8 @@ from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedAct
 from ejkernel.kernels.quantized_matmul.quantized import Block, spread
 
 from .few_rows_launch import few_rows, few_rows_of_groups
-from .padding import each_factor, with_zeros
+from .padding import each_factor, in_chunks
 from .plan import (
-    CHUNK,
     FEW_ROWS,
     ROW_TILE,
     MosaicGpuParams,
@@ -124,7 +123,7 @@ def grouped_activation(
             pairs = [(rhs, rhs_scale), *more[: call.gated]]
             matrices, scales = [with_zeros(w, shape) for w, _ in pairs], [scale for _, scale in pairs]
             if plan.blocks:
-                factors = [_along(scale) for scale in (lhs_scale, *scales)]
+                factors = [in_chunks(scale) for scale in (lhs_scale, *scales)]
             else:
                 of_rows = each_factor(lhs_scale, (call.rows,), lhs_block, plan.rows + plan.tile_rows)
                 of_columns = [each_factor(each, (call.groups, columns), rhs_block, plan.factors) for each in scales]
@@ -150,7 +149,10 @@ def _multiplied(plan: QuantizedPlan, given: _Operands, interpret: Any) -> jax.Ar
         w = with_zeros(given.w, (groups, padded(columns, ROW_TILE), plan.inner))
         if plan.blocks:
             kernel: Any = BlocksKernel(plan, backend_for(interpret))
-            scales = _along(given.x_scale), _of_columns(given.w_scale, plan) if plan.thin else _along(given.w_scale)
+            scales = (
+                in_chunks(given.x_scale),
+                _of_columns(given.w_scale, plan) if plan.thin else in_chunks(given.w_scale),
+            )
         else:
             kernel = QuantizedKernel(plan, backend_for(interpret))
             of_rows = each_factor(given.x_scale, (rows,), given.x_block, plan.rows + plan.tile_rows)
@@ -165,12 +167,6 @@ def _of_each_row(scale: jax.Array, shape: tuple[int, ...], block: Block) -> jax.
     """Return float32 scales with an entry for each row."""
     each = spread(scale.astype(jnp.float32), (shape[0], 1), (block[0], None))
     return jnp.broadcast_to(each, (shape[0], scale.shape[1]))
-
-
-def _along(scale: jax.Array) -> jax.Array:
-    """Return float32 scales that copies of four along `k` can read."""
-    more = padded(scale.shape[-1], CHUNK) - scale.shape[-1]
-    return with_zeros(scale.astype(jnp.float32), (*scale.shape[:-1], scale.shape[-1] + more))
 
 
 def _of_columns(scale: jax.Array, plan: QuantizedPlan) -> jax.Array:

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays with room behind them, as copies of whole tiles need it."""
+"""Scales with room behind them, as copies need it."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._hopper.tile_shapes import padded, with_zeros
 from ejkernel.kernels.quantized_matmul.quantized import Block, spread
 
+from .plan import CHUNK
 
-def with_zeros(array: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Return an array with zeros behind it."""
-    added = [(0, wanted - size) for wanted, size in zip(shape, array.shape, strict=True)]
-    return jnp.pad(array, added) if any(more for _, more in added) else array
+
+def in_chunks(scale: jax.Array) -> jax.Array:
+    """Return float32 scales that copies of four along the last axis can read."""
+    return with_zeros(scale.astype(jnp.float32), (*scale.shape[:-1], padded(scale.shape[-1], CHUNK)))
 
 
 def each_factor(scale: jax.Array, shape: tuple[int, ...], block: Block, room: int) -> jax.Array:

@@ -113,6 +113,12 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
     def _of_square(self, step: Any, index: Any, square: Any) -> Any:
         return self.memory.w_scale[self.pipeline.stage(step + index), self.first_square + square]
 
+    def _terms(self, found: Any, factors: Sequence[Any], stage: Any, start: int) -> list[tuple[Any, Any]]:
+        # Both scales are multiplied first: 2 % less time here, but `BlocksKernel` would spill registers.
+        places = range(0, found.shape[1], PIECE)
+        own = [self._of_columns(factor, stage, start + at) for at, factor in zip(places, factors, strict=False)]
+        return [(found[:, at : at + PIECE], factor) for at, factor in zip(places, own, strict=True)]
+
     def _store(self, totals: Sequence[Any], tile: WgradTile, warpgroup: Any) -> None:
         """See `WgradKernel`; where each piece has a slot, all are copied at once."""
         plan, out = self.plan, self.memory.out
