@@ -158,6 +158,15 @@ def test_segments_have_separate_keys():
     assert_same(found, pair)
 
 
+def test_segments_of_64_bits_are_different():
+    query, key, value = make_qkv()
+    segments = np.asarray([[1] * 10 + [1 + 2**32] * 6 + [-1] * 4 + [2**32 - 1] * 4] * 2)
+    expected = flash_attention(query, key, value, segment_ids=np.unique(segments, return_inverse=True)[1], cfg=SMALL)
+    with jax.enable_x64(True):
+        found = flash_attention(query, key, value, segment_ids=segments, cfg=SMALL)
+    assert_same(expected, found)
+
+
 def test_equal_rules_are_one_call():
     """A call's key does not depend on how the same thing was said."""
     arrays = make_qkv()
