@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax._src.interpreters import partial_eval
 from jax._src.state import types as state_types
 from jax.interpreters import ad, batching
 
+Tree = TypeVar("Tree")
 _core: Any = core
 _api_util: Any = api_util
 _linear_util: Any = linear_util
@@ -276,6 +277,22 @@ def match_varying(primal: Any, gradient: Any) -> Any:
     if want - have:
         gradient = jax.lax.pcast(gradient, tuple(sorted(want - have)), to="varying")
     return gradient
+
+
+def unify_varying(tree: Tree) -> Tree:
+    """Return `tree` with every array varying over the union of their mesh axes.
+
+    Under `shard_map` an array's type includes the axes over which it varies. A loop's carry must keep its type. And in
+    a gradient rule, JAX would sum those terms over devices that belong to arrays which do not vary, and not the others.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    varying = [varying_axes(x) for x in leaves]
+    every = frozenset[str]().union(*varying)
+    if every:
+        missing = [tuple(sorted(every - own)) for own in varying]
+        leaves = [jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(leaves, missing, strict=True)]
+    unified: Tree = jax.tree.unflatten(structure, leaves)
+    return unified
 
 
 def zeros_of_tangent(value: Any) -> Any:

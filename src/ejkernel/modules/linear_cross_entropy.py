@@ -31,6 +31,7 @@ from ejkernel.ops.errors import ArgumentError, ConfigError
 from ejkernel.ops.utils.messages.names import did_you_mean, names_checked
 from ejkernel.ops.utils.values.scalars import Takes, given_text, python_numbers
 
+_range: Any = jnp.iinfo  # it has no annotations
 _REDUCTIONS = ("mean", "sum", "none")
 _NAMES_ELSEWHERE = {  # in Optax, Tokamax, Liger, levanter, EasyDeL and PyTorch
     "logits": "linear_cross_entropy computes the logits; pass x= and weight=, the arguments of the last matmul.",
@@ -421,7 +422,7 @@ def _counted(labels: Any, ignore_index: Any) -> jax.Array:
     index = python_numbers(ignore_index, Takes.NUMBERS)
     if index is not None and not is_integer(index):
         raise ArgumentError(f"ignore_index must be an integer or None, got {given_text(ignore_index)}.")
-    numbers = jnp.iinfo(labels.dtype)
+    numbers = _range(labels.dtype)
     if index is None or not numbers.min <= index <= numbers.max:
         return jnp.ones(labels.shape, bool)
     return jnp.asarray(labels != np.asarray(index, labels.dtype))
