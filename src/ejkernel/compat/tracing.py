@@ -282,17 +282,39 @@ def match_varying(primal: Any, gradient: Any) -> Any:
 def unify_varying(tree: Tree) -> Tree:
     """Return `tree` with every array varying over the union of their mesh axes.
 
-    Under `shard_map` an array's type includes the axes over which it varies. A loop's carry must keep its type. And in
-    a gradient rule, JAX would sum those terms over devices that belong to arrays which do not vary, and not the others.
+    Under `shard_map` an array's type includes the axes over which it varies, and a loop's carry must keep its type.
     """
     leaves, structure = jax.tree.flatten(tree)
     varying = [varying_axes(x) for x in leaves]
     every = frozenset[str]().union(*varying)
     if every:
-        missing = [tuple(sorted(every - own)) for own in varying]
-        leaves = [jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(leaves, missing, strict=True)]
+        leaves = [_over(x, every - own) for x, own in zip(leaves, varying, strict=True)]
     unified: Tree = jax.tree.unflatten(structure, leaves)
     return unified
+
+
+def varying_alike(arrays: Tree, cotangents: Sequence[Any]) -> tuple[Tree, Sequence[Any]]:
+    """Return the arguments of a gradient rule with every array varying over the union of their mesh axes.
+
+    In a rule that mixes arrays which vary with others, JAX would sum some terms over devices, and not the others. The
+    cotangent of a result that does not vary is that of all devices: here the first one has it, and the others zeros.
+    """
+    leaves = jax.tree.leaves((arrays, cotangents))
+    every = frozenset[str]().union(*map(varying_axes, leaves))
+    if not every:
+        return arrays, cotangents
+    arrays = jax.tree.map(lambda x: _over(x, every - varying_axes(x)), arrays)
+    return arrays, [_on_first(x, every - varying_axes(x)) for x in cotangents]
+
+
+def _over(x: Any, axes: frozenset[str]) -> Any:
+    return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+
+
+def _on_first(x: Any, axes: frozenset[str]) -> Any:
+    if not axes or x.dtype == jax.dtypes.float0:  # without a cotangent
+        return x
+    return jnp.where(jax.lax.axis_index(tuple(sorted(axes))) == 0, _over(x, axes), jnp.zeros((), x.dtype))
 
 
 def zeros_of_tangent(value: Any) -> Any:
