@@ -136,7 +136,6 @@ from ejkernel.compat.tracing import register_jvp as register_jvp
 from ejkernel.compat.tracing import register_transpose as register_transpose
 from ejkernel.compat.tracing import trace_context as trace_context
 from ejkernel.compat.tracing import traced as traced
-from ejkernel.compat.tracing import unify_varying as unify_varying
 from ejkernel.compat.tracing import varying_alike as varying_alike
 from ejkernel.compat.tracing import varying_axes as varying_axes
 from ejkernel.compat.tracing import weakly_typed as weakly_typed

@@ -279,42 +279,28 @@ def match_varying(primal: Any, gradient: Any) -> Any:
     return gradient
 
 
-def unify_varying(tree: Tree) -> Tree:
-    """Return `tree` with every array varying over the union of their mesh axes.
-
-    Under `shard_map` an array's type includes the axes over which it varies, and a loop's carry must keep its type.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    varying = [varying_axes(x) for x in leaves]
-    every = frozenset[str]().union(*varying)
-    if every:
-        leaves = [_over(x, every - own) for x, own in zip(leaves, varying, strict=True)]
-    unified: Tree = jax.tree.unflatten(structure, leaves)
-    return unified
-
-
 def varying_alike(arrays: Tree, cotangents: Sequence[Any]) -> tuple[Tree, Sequence[Any]]:
     """Return the arguments of a gradient rule with every array varying over the union of their mesh axes.
 
     In a rule that mixes arrays which vary with others, JAX would sum some terms over devices, and not the others. The
     cotangent of a result that does not vary is that of all devices: here the first one has it, and the others zeros.
     """
-    leaves = jax.tree.leaves((arrays, cotangents))
-    every = frozenset[str]().union(*map(varying_axes, leaves))
+    every = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((arrays, cotangents))))
     if not every:
         return arrays, cotangents
-    arrays = jax.tree.map(lambda x: _over(x, every - varying_axes(x)), arrays)
-    return arrays, [_on_first(x, every - varying_axes(x)) for x in cotangents]
+    return jax.tree.map(lambda x: _over(x, every), arrays), [_on_first(x, every) for x in cotangents]
 
 
 def _over(x: Any, axes: frozenset[str]) -> Any:
-    return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _on_first(x: Any, axes: frozenset[str]) -> Any:
-    if not axes or x.dtype == jax.dtypes.float0:  # without a cotangent
+    missing = tuple(sorted(axes - varying_axes(x)))
+    if not missing or x.dtype == jax.dtypes.float0:  # without a cotangent
         return x
-    return jnp.where(jax.lax.axis_index(tuple(sorted(axes))) == 0, _over(x, axes), jnp.zeros((), x.dtype))
+    return jnp.where(jax.lax.axis_index(missing) == 0, _over(x, axes), jnp.zeros((), x.dtype))
 
 
 def zeros_of_tangent(value: Any) -> Any:

@@ -4,13 +4,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap, sequential_vmap
 
-from ejkernel.compat import unify_varying as unify_varying
+from ejkernel import compat
+
+Tree = TypeVar("Tree")
+
+
+def unify_varying(tree: Tree) -> Tree:
+    """Return `tree` with every array varying over the union of their mesh axes.
+
+    Under `shard_map` an array's type includes the axes over which it varies, and a loop's carry must keep its type.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    varying = [compat.varying_axes(x) for x in leaves]
+    every = frozenset[str]().union(*varying)
+    if every:
+        missing = [tuple(sorted(every - own)) for own in varying]
+        leaves = [jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(leaves, missing, strict=True)]
+    unified: Tree = jax.tree.unflatten(structure, leaves)
+    return unified
 
 
 def one_by_one(function: Callable[..., Any], *args: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,9 @@ from jax import lax
 from ejkernel import compat
 from ejkernel.kernels._numbers import is_integer
 from ejkernel.kernels._options import type_text
+from ejkernel.kernels._varying import Tree
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.scalars import given_text
-
-Tree = TypeVar("Tree")
 
 
 def to_zigzag(tree: Tree, devices: int, *, axis: int = 1) -> Tree:

@@ -273,9 +273,9 @@ class Forward:
         def gradients(*arrays: jax.Array) -> tuple[Any, ...]:
             primals, cts = arrays[: self.spec.num_arrays], arrays[self.spec.num_arrays :]
             out_tree = self._out_tree(choice, primals)
-            alike, cts = compat.varying_alike(primals, cts)  # `flat_gradients` sums over devices
+            alike, own = compat.varying_alike(primals, cts)  # `flat_gradients` sums over devices
             args, kwargs = self.spec.join(alike)
-            cotangents = as_outputs(out_tree, cts)
+            cotangents = as_outputs(out_tree, own)
             given = (args, choice.config, kwargs, cotangents)
             found = call_rule(self.spec.kernel, "custom_vjp", (choice.platform, choice.config), given, {})
             return flat_gradients(self.spec, primals, found)
