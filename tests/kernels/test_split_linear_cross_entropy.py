@@ -77,6 +77,28 @@ def _small(mode):
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=kind, devices=jax.devices()[:4])
 
 
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+def test_second_derivatives_of_a_scalar_loss_over_a_mesh(mode):
+    def product(*given):
+        gradients = jax.grad(lambda *arrays: loss(*arrays)[0], (0, 1))
+        return jax.jvp(lambda x, weight: gradients(x, weight, *given[2:]), given[:2], given[:2])[1]
+
+    _, found = compiled(product, arrays(), SPECS["tokens and vocabulary"], mesh_of(mode))
+    close(jax.jit(product)(*arrays()), found)
+
+
+def test_the_gradient_of_a_shared_weight_under_a_named_vmap_over_explicit_axes():
+    def of_weight(x, weight, labels):
+        def losses(x, labels):
+            return linear_cross_entropy(x, weight, labels, reduction="none")
+
+        return jax.vmap(losses, axis_name="examples")(x, labels).sum()
+
+    x, weight, _, _, labels = arrays()
+    _, found = compiled(jax.grad(of_weight, 1), (x, weight, labels), [P(), P(), P()], mesh_of("explicit"))
+    close(jax.jit(jax.grad(of_weight, 1))(x, weight, labels), found)
+
+
 def test_a_weight_sharded_along_its_inner_axis_is_gathered():
     both = jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)
     specs = [P("data"), P("data"), P("data"), P(), P("data")]

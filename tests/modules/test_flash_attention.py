@@ -158,6 +158,20 @@ def test_segments_have_separate_keys():
     assert_same(found, pair)
 
 
+def test_segments_of_64_bits_are_different():
+    """Kernels for GPUs and TPUs compare 32 bits."""
+    query, key, value = make_qkv()
+    segments = np.asarray([[1] * 10 + [1 + 2**32] * 6 + [-1] * 4 + [2**32 - 1] * 4] * 2)
+    numbered = np.unique(segments, return_inverse=True)[1].reshape(segments.shape)
+    expected = flash_attention(query, key, value, segment_ids=numbered, cfg=SMALL)
+    with jax.enable_x64(True):
+        found = flash_attention(query, key, value, segment_ids=segments, cfg=SMALL)
+        arrays, _ = KERNEL.prepare(query, key, value, None, None, jnp.asarray(segments))
+        ids = next(x for x in arrays if isinstance(x, tuple))[1]
+    assert_same(expected, found)
+    assert (ids.dtype, len(np.unique(ids))) == (jnp.int32, 4)
+
+
 def test_equal_rules_are_one_call():
     """A call's key does not depend on how the same thing was said."""
     arrays = make_qkv()

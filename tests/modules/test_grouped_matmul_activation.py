@@ -9,10 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from tests.kernels.grouped_matmul import by_numpy
 
 from ejkernel.kernels.grouped_matmul.xla import XlaParams
-from ejkernel.modules import GroupedMatmul, GroupedMatmulActivation, GroupedMatmulActivationConfig, grouped_matmul
+from ejkernel.modules import (
+    GroupedMatmul,
+    GroupedMatmulActivation,
+    GroupedMatmulActivationConfig,
+    grouped_matmul,
+    quantize,
+)
 from ejkernel.ops import ArgumentError, ConfigError, Invocation, check_kernel, find_labels_in_lowered
 
 pytestmark = pytest.mark.slow
@@ -275,3 +283,29 @@ def test_a_call_without_them_has_the_key_that_it_had():
 
     assert key() == key(None) == "a71f47e1a2496dd7"
     assert key(GIVEN["row_scale"]) != key()
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("different", [("rhs",), ("gate",), ("gate", "row_scale"), ("lhs",)], ids=", ".join)
+def test_some_arrays_may_differ_between_the_devices_of_a_shard_map(different, quantised):
+    """The gradient of a replicated array is the sum over devices, each of its terms once."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    given = {"gate": None, **operands("gate", "row_scale")}
+    differentiated = ["lhs", "row_scale"] if quantised else list(given)
+
+    def loss(given):
+        matrices = {name: quantize(given[name], axis=1) if quantised else given[name] for name in ("rhs", "gate")}
+        return (ours({**given, **matrices}, "silu") ** 2).sum()
+
+    def whole(varied, rest):
+        return sum(loss({n: x[i] if n in different else x for n, x in (varied | rest).items()}) for i in range(4))
+
+    def local(varied, rest):
+        own = loss({n: x[0] if n in different else x for n, x in (varied | rest).items()})
+        return jax.lax.psum(own, "data")
+
+    stacked = {n: jnp.stack([x, -x, x / 2, 2 * x]) if n in different else x for n, x in given.items()}
+    varied = {n: stacked.pop(n) for n in differentiated}
+    specs = tuple({n: P("data") if n in different else P() for n in part} for part in (varied, stacked))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+    assert_equal(jax.jit(jax.grad(whole))(varied, stacked), jax.jit(jax.grad(mapped))(varied, stacked))

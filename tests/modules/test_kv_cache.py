@@ -97,6 +97,20 @@ def test_pages_are_copied_within_the_cache():
     np.testing.assert_array_equal(after, before[[0, 1, 2, 1]])
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_pages_of_more_than_32_bits_are_outside_the_cache(wide):
+    cache, k, v, table, offsets, lengths = batch()
+    with jax.enable_x64(wide):
+        beyond = np.asarray(table, np.int64) + 2**32
+        beyond = jnp.asarray(beyond) if wide else beyond
+        cache = append_to_pages(cache, k, v, beyond, offsets, lengths)
+        cache = copy_pages(cache + 1, np.array([1]), beyond[0, :1])
+        assert (np.asarray(cache) == 1).all()
+        if wide:
+            q = jnp.ones((8, 2, 8), jnp.float32)
+            assert not np.asarray(paged_attention(q, cache, beyond, offsets, lengths)).any()
+
+
 def test_arguments_are_checked():
     cache, k, v, table, offsets, lengths = batch()
     with pytest.raises(ArgumentError, match=r"v must be None for a cache of keys alone"):

@@ -215,6 +215,17 @@ def test_label_that_is_no_column_makes_loss_and_gradient_nan(label):
     assert np.isfinite(linear_cross_entropy(x, weight, labels, ignore_index=label))
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_labels_of_more_than_32_bits_are_not_taken_for_others(wide):
+    x, weight, labels, _ = make()
+    beyond = np.asarray(labels, np.int64)
+    beyond[0, :2] = 2**32 + 1, 2**32 - 100  # their lower halves are a column and the ignored index
+    with jax.enable_x64(wide):
+        found = token_log_probs(x, weight, jnp.asarray(beyond) if wide else beyond)
+    assert [True, True, *[False] * 8] == np.isnan(found).reshape(-1).tolist()
+    assert np.isfinite(linear_cross_entropy(x, weight, jnp.maximum(labels, 0), ignore_index=-(2**40)))
+
+
 def test_forward_mode_and_second_derivatives():
     x, weight, labels, factors = make()
     both = (linear_cross_entropy, lambda x, w, labels: plain(x, w, labels, jnp.ones_like(factors)))

@@ -179,6 +179,29 @@ def test_candidates_are_distinct_and_smaller_than_the_rows():
     assert all(1 <= c.fwd.block_rows < 1000 for c in candidates[1:])
 
 
+@pytest.mark.parametrize("results", [(0, 1), (0,), (1,)], ids=str)
+def test_a_weight_may_differ_between_the_devices_of_a_shard_map_that_share_the_rows(results):
+    """The sum of the rows is one for all devices, so its cotangent counts once in their gradient."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    x, weight = make()
+    weights = jnp.stack([weight, 2 * weight, weight / 2, -weight])
+
+    def loss(x, residual, weight):
+        found = rms_norm(x, weight, residual=residual)
+        return sum((found[index] ** 3).sum() for index in results)
+
+    def whole(x, residual, weights):
+        return sum(loss(x, residual, weight) for weight in weights)
+
+    def local(x, residual, weights):
+        return jax.lax.psum(loss(x, residual, weights[0]), "data")
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P())
+    expected, found = (jax.jit(jax.grad(f, (0, 1, 2)))(x, x + 1, weights) for f in (whole, mapped))
+    for wanted, gradient in zip(expected, found, strict=True):
+        np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-4 * float(jnp.abs(wanted).max()) + 1e-6)
+
+
 # --- cost ---
 
 

@@ -136,6 +136,7 @@ from ejkernel.compat.tracing import register_jvp as register_jvp
 from ejkernel.compat.tracing import register_transpose as register_transpose
 from ejkernel.compat.tracing import trace_context as trace_context
 from ejkernel.compat.tracing import traced as traced
+from ejkernel.compat.tracing import varying_alike as varying_alike
 from ejkernel.compat.tracing import varying_axes as varying_axes
 from ejkernel.compat.tracing import weakly_typed as weakly_typed
 from ejkernel.compat.tracing import without_symbolic_zeros as without_symbolic_zeros

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax._src.interpreters import partial_eval
 from jax._src.state import types as state_types
 from jax.interpreters import ad, batching
 
+Tree = TypeVar("Tree")
 _core: Any = core
 _api_util: Any = api_util
 _linear_util: Any = linear_util
@@ -276,6 +277,30 @@ def match_varying(primal: Any, gradient: Any) -> Any:
     if want - have:
         gradient = jax.lax.pcast(gradient, tuple(sorted(want - have)), to="varying")
     return gradient
+
+
+def varying_alike(arrays: Tree, cotangents: Sequence[Any]) -> tuple[Tree, Sequence[Any]]:
+    """Return the arguments of a gradient rule with every array varying over the union of their mesh axes.
+
+    In a rule that mixes arrays which vary with others, JAX would sum some terms over devices, and not the others. The
+    cotangent of a result that does not vary is that of all devices: here the first one has it, and the others zeros.
+    """
+    every = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((arrays, cotangents))))
+    if not every:
+        return arrays, cotangents
+    return jax.tree.map(lambda x: _over(x, every), arrays), [_on_first(x, every) for x in cotangents]
+
+
+def _over(x: Any, axes: frozenset[str]) -> Any:
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _on_first(x: Any, axes: frozenset[str]) -> Any:
+    missing = tuple(sorted(axes - varying_axes(x)))
+    if not missing or x.dtype == jax.dtypes.float0:  # without a cotangent
+        return x
+    return jnp.where(jax.lax.axis_index(missing) == 0, _over(x, axes), jnp.zeros((), x.dtype))
 
 
 def zeros_of_tangent(value: Any) -> Any:

@@ -70,12 +70,20 @@ def canonical_sinks(sinks: Any, heads: int) -> Any:
 
 
 def int32(indices: Any) -> Any:
-    """Return indices as int32; a type stays a type, for calls that are read from a program's text."""
+    """Return indices as int32, with its limits in place of numbers beyond them: they stay out of range.
+
+    A type stays a type, for calls that are read from a program's text.
+    """
     if indices.dtype == jnp.int32:
         return indices
     if isinstance(indices, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(indices.shape, jnp.int32)
-    return jnp.asarray(indices).astype(jnp.int32)
+    if indices.dtype.itemsize < 4:
+        return jnp.asarray(indices).astype(jnp.int32)
+    # Clip before JAX sees a NumPy array: unless it enables 64-bit types, JAX keeps the lower half of each number.
+    of = np if isinstance(indices, np.ndarray) else jnp
+    least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    return jnp.asarray(of.clip(indices, max(least, np.iinfo(indices.dtype).min), most).astype(np.int32))
 
 
 def type_text(value: Any) -> str:

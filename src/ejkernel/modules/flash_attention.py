@@ -218,7 +218,8 @@ def flash_attention(
             use `attention_mask`, which is exact and faster. If all keys of a row have a bias such as -1e9, the row is
             the mean of all values, and its gradients, computed from a float32 log-sum-exp, are inaccurate.
         attention_mask: True where a key is visible; `[batch, keys]`, or four axes, broadcastable like `bias`.
-        segment_ids: A query sees only keys of its own segment; one array for both, or a pair.
+        segment_ids: A query sees only keys of its own segment; one array for both, or a pair. Ids that do not fit in 32
+            bits are hashed.
         query_lengths: Number of valid queries of each example; later queries see no key.
         key_lengths: Number of valid keys of each example; later keys are hidden. Lengths only mask: they do not shift
             `causal` and `sliding_window`.

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -30,6 +31,7 @@ from ejkernel.ops.errors import ArgumentError, ConfigError
 from ejkernel.ops.utils.messages.names import did_you_mean, names_checked
 from ejkernel.ops.utils.values.scalars import Takes, given_text, python_numbers
 
+_range: Any = jnp.iinfo  # it has no annotations
 _REDUCTIONS = ("mean", "sum", "none")
 _NAMES_ELSEWHERE = {  # in Optax, Tokamax, Liger, levanter, EasyDeL and PyTorch
     "logits": "linear_cross_entropy computes the logits; pass x= and weight=, the arguments of the last matmul.",
@@ -390,11 +392,10 @@ def _prepared(
     axes = arguments.canonical_axis(vocab_axis)
     transposed = options.get("transpose_weight", False)
     arguments.check_operands(x, weight, labels, bias, transpose_weight=transposed)
-    x, weight, labels = (jnp.asarray(array) for array in (x, weight, labels))
-    labels = int32(labels)
+    counted = _counted(labels, ignore_index)
+    x, weight, labels = jnp.asarray(x), jnp.asarray(weight), int32(labels)
     first, columns = _columns(weight.shape[0 if transposed else 1], axes)
     dtype = accumulator(x.dtype)
-    counted = jnp.ones(labels.shape, bool) if ignore_index is None else labels != _canonical_index(ignore_index)
     weights = counted.astype(dtype)
     if token_weights is not None:
         arguments.check_token_weights(token_weights, x)
@@ -416,11 +417,15 @@ def _check_reduction(reduction: Any) -> None:
         )
 
 
-def _canonical_index(ignore_index: Any) -> int:
+def _counted(labels: Any, ignore_index: Any) -> jax.Array:
+    """Return which labels count; labels are in the caller's dtype, in which none may equal the index."""
     index = python_numbers(ignore_index, Takes.NUMBERS)
-    if not is_integer(index):
+    if index is not None and not is_integer(index):
         raise ArgumentError(f"ignore_index must be an integer or None, got {given_text(ignore_index)}.")
-    return int(index)
+    numbers = _range(labels.dtype)
+    if index is None or not numbers.min <= index <= numbers.max:
+        return jnp.ones(labels.shape, bool)
+    return jnp.asarray(labels != np.asarray(index, labels.dtype))
 
 
 def _columns(own: Any, vocab_axis: tuple[str, ...]) -> tuple[Any, Any]:

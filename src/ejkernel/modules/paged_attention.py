@@ -165,7 +165,8 @@ def paged_attention(
 
     Returns:
         The output, in q's dtype; sums are computed in float32. With `return_lse` a pair: the output, and the float32
-        log-sum-exp of each row's logits, including sinks (minus infinity for a row without keys and sinks).
+        log-sum-exp of each row's logits, including sinks (minus infinity for padding, and for a row without keys and
+        sinks).
 
     Raises:
         ArgumentError: An argument has the wrong shape, dtype or value.
@@ -222,8 +223,8 @@ def paged_plan(
             heads need not compute schedules of their own.
         kv_heads: KV heads of the layers.
         page_size: Tokens of a page.
-        sliding_window: The window of the layers. A plan without a window is valid for every window, and one with a
-            window for smaller ones.
+        sliding_window: The window of the layers. A plan without a window is valid for every window, if no page before
+            it was freed, and one with a window for smaller ones.
         tokens: The length of q, with padding.
         pages: The number of pages of a layer's cache.
         page_table: The pages of each sequence, in order.

@@ -12,7 +12,7 @@ import numpy as np
 
 from ejkernel import compat, settings
 from ejkernel.kernels._numbers import is_integer, is_number
-from ejkernel.kernels._options import canonical_flag, canonical_precision, type_text
+from ejkernel.kernels._options import canonical_flag, canonical_precision, int32, type_text
 from ejkernel.ops.core.types import Integer
 from ejkernel.ops.errors import ArgumentError, ArgumentWarning
 from ejkernel.ops.utils.messages.warn import warn
@@ -23,6 +23,7 @@ SlidingWindow = Integer | tuple[Integer | None, Integer | None]
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _MANY_HEADS, _FEW_KEYS = 256, 128  # more heads than models have, with fewer keys than heads
+_ODD = -0x61C88647  # -2**32 / golden ratio: its multiples are far from each other
 _FAR = 1 << 30  # a window side beyond every array; positions and sides are added as 32-bit integers
 
 
@@ -152,7 +153,18 @@ def canonical_segments(segments: Any, full: tuple[int, ...]) -> tuple[Any, Any] 
             f"segment_ids must have shape {wanted[0]} for queries and {wanted[1]} for keys, got {_shown(pair)}; where "
             "the lengths differ, pass a pair."
         )
-    return pair[0], pair[1]
+    return _narrow(pair[0]), _narrow(pair[1])
+
+
+def _narrow(ids: Any) -> Any:
+    """Return ids of 64 bits as int32: the same numbers if they fit, else hashes, which seldom meet."""
+    if ids.dtype.itemsize < 8:
+        return ids
+    if isinstance(ids, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(ids.shape, jnp.int32)
+    low, high = (jnp.asarray(part, jnp.int32) for part in (ids, ids >> 32))
+    beyond = high - (low >> 31)  # 0 for numbers that fit
+    return low ^ (beyond * jnp.int32(_ODD))
 
 
 def canonical_lengths(pair: tuple[Any, Any], batch: int) -> tuple[Any, Any] | None:
@@ -165,7 +177,8 @@ def canonical_lengths(pair: tuple[Any, Any], batch: int) -> tuple[Any, Any] | No
             raise ArgumentError(f"{name} must be an integer array [batch] = {(batch,)}; got {_shown((lengths,))}.")
     if query_lengths is None and key_lengths is None:
         return None
-    return _cast(query_lengths, jnp.int32), _cast(key_lengths, jnp.int32)
+    query_lengths, key_lengths = (None if lengths is None else int32(lengths) for lengths in pair)
+    return query_lengths, key_lengths
 
 
 def canonical_dropout(rate: Any, key: Any) -> tuple[float, Any]:
@@ -290,13 +303,6 @@ def _axis_names(axis_name: Any) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         raise ArgumentError(f"axis_name must name each mesh axis once; got {axis_name!r}.")
     return tuple(names)
-
-
-def _cast(x: Any, dtype: Any) -> Any:
-    if x is None or x.dtype == dtype:
-        return x
-    # a call read from a program's text has types in place of arrays
-    return jax.ShapeDtypeStruct(x.shape, dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
 
 
 def _reshaped(x: Any, shape: tuple[int, ...]) -> Any:

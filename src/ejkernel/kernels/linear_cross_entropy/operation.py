@@ -349,7 +349,7 @@ class LinearCrossEntropyGradients(_OnLogits[LinearCrossEntropyGradientsConfig]):
         bias = ", vocab" * (len(inv.args) > 4)
         axes = {"x": "... inner", "weight": weight, "bias": "vocab"}
         results = ", ".join([statistics, *(axes[name] for name in inv.kwargs["gradients"])])
-        return ShardingRule(f"... inner, {weight}, ..., ...{bias} -> {results}", split="... vocab")
+        return ShardingRule(f"... inner, {weight}, ..., ...{bias} -> {results}", split="... vocab", residuals="")
 
     def example_inputs(
         self, inv: Invocation[LinearCrossEntropyGradientsConfig, Results], rng: np.random.Generator

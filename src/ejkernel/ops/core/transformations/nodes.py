@@ -272,8 +272,10 @@ class Forward:
     def _custom_vjp(self, choice: Choice) -> Flat:
         def gradients(*arrays: jax.Array) -> tuple[Any, ...]:
             primals, cts = arrays[: self.spec.num_arrays], arrays[self.spec.num_arrays :]
-            args, kwargs = self.spec.join(primals)
-            cotangents = as_outputs(self._out_tree(choice, primals), cts)
+            out_tree = self._out_tree(choice, primals)
+            alike, own = compat.varying_alike(primals, cts)  # `flat_gradients` sums over devices
+            args, kwargs = self.spec.join(alike)
+            cotangents = as_outputs(out_tree, own)
             given = (args, choice.config, kwargs, cotangents)
             found = call_rule(self.spec.kernel, "custom_vjp", (choice.platform, choice.config), given, {})
             return flat_gradients(self.spec, primals, found)
@@ -312,9 +314,10 @@ def run_vjp(
     if not writes_residual_form(spec.kernel):
         run = Forward(spec).flat(choice)
         return gradients_from_jax_residuals(run, primals, saved, cts, out_tree.num_leaves, spec.kernel.op_id)
+    (saved, alike), cts = compat.varying_alike((saved, primals), cts)  # `flat_gradients` sums over devices
     out = jax.tree.unflatten(out_tree, saved[: out_tree.num_leaves])
     residuals = jax.tree.unflatten(residual_tree, saved[out_tree.num_leaves :])
-    args, kwargs = spec.join(primals)
+    args, kwargs = spec.join(alike)
     given = (residuals, out, as_outputs(out_tree, cts), *args)
     form = (choice.platform, choice.config)
     found = call_rule(spec.kernel, "vjp", form, given, {"cfg": choice.config, **kwargs})
