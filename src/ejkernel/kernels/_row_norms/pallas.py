@@ -58,8 +58,7 @@ class Pallas(Implementation[CallT], Generic[CallT]):
     def unsupported(self, call: CallT) -> str | None:
         """Return why the kernels do not support `call`, with an alternative; `None` if they do."""
         if call.platform not in (None, "tpu"):
-            device = call.device_fingerprint or call.platform
-            return f"implementation='pallas' needs a TPU, and this call is for {device}; use 'xla'."
+            return f"implementation='pallas' needs a TPU, and this call is for {call.place}; use 'xla'."
         if not is_known(call.all_rows, call.dim) or not call.rows:
             return "it needs a known number of rows, at least 1; use 'xla'."
         if call.dtype not in _TILE:

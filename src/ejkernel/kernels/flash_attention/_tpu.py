@@ -33,8 +33,7 @@ def compiled() -> dict[str, int]:
 def unsupported_reason(call: AttentionCall, name: str) -> str | None:
     """Return why the kernels of implementation `name` do not take `call`, and an alternative; `None` if they may."""
     if call.platform not in (None, "tpu"):
-        device = call.device_fingerprint or call.platform
-        return f"implementation={name!r} needs a TPU, and this call is for {device}; use 'xla'."
+        return f"implementation={name!r} needs a TPU, and this call is for {call.place}; use 'xla'."
     sizes = (*call.query, *call.key, *call.value)
     if not is_known(*sizes) or 0 in sizes:
         return f"{name!r} needs lengths and heads that are known and not 0; use 'xla'."

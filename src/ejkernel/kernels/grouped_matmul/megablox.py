@@ -69,8 +69,7 @@ class _Megablox(Implementation[GroupedMatmulCall]):
     def unsupported(self, call: GroupedMatmulCall) -> str | None:
         """Return why the kernels do not support the call, with an alternative; `None` if they do."""
         if call.platform not in (None, "tpu"):
-            device = call.device_fingerprint or call.platform
-            return f"implementation='megablox' needs a TPU, and this call is for {device}; use 'xla'."
+            return f"implementation='megablox' needs a TPU, and this call is for {call.place}; use 'xla'."
         sizes = (call.rows, call.groups, call.inner, call.columns)
         if not is_known(*sizes) or 0 in sizes:
             return "'megablox' needs m, k, n and groups that are known and not 0; use 'xla'."

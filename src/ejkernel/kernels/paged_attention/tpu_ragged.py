@@ -85,8 +85,7 @@ class TpuRagged(Implementation[PagedCall]):
     def unsupported(self, call: PagedCall) -> str | None:
         """Return why the kernel does not support the call, with an alternative; `None` if it does."""
         if call.platform not in (None, "tpu"):
-            device = call.device_fingerprint or call.platform
-            return f"implementation='tpu_ragged' needs a TPU, and this call is for {device}; use 'xla'."
+            return f"implementation='tpu_ragged' needs a TPU, and this call is for {call.place}; use 'xla'."
         sizes = (*call.q, *call.pages, *call.table)
         if not is_known(*sizes) or 0 in sizes:
             return "'tpu_ragged' needs sizes that are known and not 0; use 'xla'."

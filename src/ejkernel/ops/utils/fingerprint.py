@@ -87,6 +87,13 @@ def fingerprint_of(kind: str, chip: str) -> str:
     return f"{kind}:{_SAME_CHIP.get(name, name)}"
 
 
+def name_of_device(fingerprint: str) -> str:
+    """Return the name of a device in messages: its fingerprint, or that of a TPU as a target, e.g. `tpu_v6e`."""
+    kind, _, chip = fingerprint.partition(":")
+    names = {chip: name for name, chip in _SAME_CHIP.items()}
+    return names.get(chip, chip) if kind == "tpu" and chip != "unknown" else fingerprint
+
+
 _traced_for: contextvars.ContextVar[str] = contextvars.ContextVar("ejkernel_traced_for", default="")
 
 
