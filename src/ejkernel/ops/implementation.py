@@ -15,7 +15,7 @@ import jax
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
 from ejkernel.ops.utils.error_text import error_text, example_text
-from ejkernel.ops.utils.fingerprint import name_of_device
+from ejkernel.ops.utils.fingerprint import TPU_NAMES, name_of_device
 from ejkernel.ops.utils.messages.names import NamedFields, did_you_mean
 from ejkernel.ops.utils.services import Shown
 
@@ -257,7 +257,7 @@ class Implementations(Mapping[str, Implementation[Any]]):
         if not platforms or platform in (None, *platforms):
             return ""
         wanted = " or ".join(kind.upper() for kind in platforms)
-        here = name_of_device(device) if device else platform
+        here = TPU_NAMES.get(device or "", device or platform)
         return f"implementation={name!r} needs a {wanted}, and this call is for {here}."
 
     def loadable(self, names: Iterable[str]) -> list[Implementation[Any]]:

@@ -11,7 +11,7 @@ import platform
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jax
 
@@ -21,6 +21,7 @@ _KINDS = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu", "cpu": "cpu"
 _DISPATCH = {"gpu": "triton", "tpu": "pallas", "cpu": "xla"}
 # JAX knows each of these chips by two names, depending on the version of libtpu.
 _SAME_CHIP = {"tpu_v5e": "tpu_v5_lite", "tpu_v5p": "tpu_v5", "tpu_v6e": "tpu_v6_lite"}
+TPU_NAMES: Final = {f"tpu:{_SAME_CHIP.get(name, name)}": name for name in (*_SAME_CHIP, "tpu_v4", "tpu7x")}
 
 
 def platform_kind(name: str) -> str:
@@ -89,9 +90,7 @@ def fingerprint_of(kind: str, chip: str) -> str:
 
 def name_of_device(fingerprint: str) -> str:
     """Return the name of a device in messages: its fingerprint, or that of a TPU as a target, e.g. `tpu_v6e`."""
-    kind, _, chip = fingerprint.partition(":")
-    names = {chip: name for name, chip in _SAME_CHIP.items()}
-    return names.get(chip, chip) if kind == "tpu" and chip != "unknown" else fingerprint
+    return TPU_NAMES.get(fingerprint, fingerprint)
 
 
 _traced_for: contextvars.ContextVar[str] = contextvars.ContextVar("ejkernel_traced_for", default="")
