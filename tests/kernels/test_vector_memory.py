@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import pytest
 
 from ejkernel.kernels._vector_memory import Need, limit_of, memory_of, untuned_of
+from ejkernel.kernels.flash_attention.common import Operands, Rules, describe
+from ejkernel.kernels.flash_attention.pallas_tpu.implementation import PallasTpu
+from ejkernel.kernels.flash_attention.splash import Splash
 from ejkernel.kernels.rms_norm.operation import RmsNormCall
 
 CALL = RmsNormCall(rows=1024, dim=4096, dtype="bfloat16", eps=1e-6, platform="tpu", device_fingerprint="tpu:tpu_v5")
@@ -35,3 +39,17 @@ def test_the_message_says_which_chip_and_how_to_name_it():
     assert need.doubt(64 * MIB, CALL).endswith("a kernel may take 67108864 on this chip.")
     assert "on every TPU. The chip is unknown; to name it, lower the program" in need.doubt(64 * MIB, UNKNOWN)
     assert need.fault(40 * MIB, CALL) is need.doubt(80 * MIB, UNKNOWN) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("examples", [1, 4])
+@pytest.mark.parametrize("implementation", [PallasTpu(), Splash()], ids=["pallas_tpu", "splash"])
+def test_the_operands_and_results_of_long_calls_are_in_hbm(implementation, examples):
+    """XLA would keep some of them in vector memory, where a kernel has no windows for them."""
+    query = jax.ShapeDtypeStruct((examples, 1024, 4, 128), "bfloat16")
+    operands, rules = Operands(query, query, query), Rules(scale=0.1, right=0)
+    params = implementation.heuristic(describe(operands, rules, platform="tpu", fingerprint="tpu:tpu_v5"))
+    traced = jax.jit(lambda given: implementation.attend(given, rules, params)).trace(operands)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    for arrays in ("input", "output"):
+        assert (f"{arrays}_memory_space_colors" in text) is (examples == 4)

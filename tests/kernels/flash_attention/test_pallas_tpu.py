@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._vector_memory import Need, limit_to_pass, memory_of, untuned_of
+from ejkernel.kernels._vector_memory import Need, memory_of, memory_to_pass, untuned_of
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, AttentionCall, Operands, Rules
 from ejkernel.kernels.flash_attention.pallas_tpu import choices, launch
 from ejkernel.kernels.flash_attention.pallas_tpu.implementation import PallasTpu
@@ -316,9 +316,15 @@ def test_estimates_of_memory_depend_on_what_a_kernel_reads():
     assert 2**21 <= saved < 2.1 * 2**20
 
 
-def test_the_compilers_limit_has_a_margin_above_the_estimate():
-    assert limit_to_pass(Need(0, 2**20)) == limit_to_pass(Need(0, 2**23)) == 2**24
-    assert limit_to_pass(Need(0, 2**25)) == 2**26
+@pytest.mark.parametrize(("estimate", "limit"), [(2**20, 2**24), (2**23, 2**24), (2**25, 2**26)])
+def test_the_compilers_limit_has_a_margin_above_the_estimate(estimate, limit):
+    assert memory_to_pass(Need(0, estimate), []).limit == limit
+
+
+@pytest.mark.parametrize(("length", "in_hbm"), [(1024, False), (2048, True)])
+def test_only_long_arrays_are_kept_out_of_vector_memory(length, in_hbm):
+    query, key = (jax.ShapeDtypeStruct((1, length, heads, 128), "bfloat16") for heads in (8, 2))
+    assert memory_to_pass(Need(0, 0), [query, key, key]).in_hbm is in_hbm
 
 
 def test_the_space_of_float32_has_no_large_tiles():

@@ -23,7 +23,7 @@ _DTYPES = ("bfloat16", "float32")
 def compiled() -> dict[str, int]:
     """Return the bytes of intermediate values in kernels of common calls, by form: see `Parts`.
 
-    Written by `python -m benchmarks.memory_tpu_compiled`.
+    Written by `python -m benchmarks.memory_tpu_fit table`.
     """
     file = resources.files("ejkernel") / "data" / "compiled" / "attention_tpu.json"
     found: dict[str, int] = json.loads(file.read_text(encoding="utf-8"))["bytes"]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.kernels._varying import one_by_one
-from ejkernel.kernels._vector_memory import LANES, Need, limit_of, limit_to_pass, memory_of, untuned_of, up
+from ejkernel.kernels._vector_memory import LANES, Need, limit_of, memory_of, memory_to_pass, untuned_of, up
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
@@ -171,7 +171,7 @@ class MegabloxWgrad(_Megablox):
                 *(lhs, rhs, _sizes(call, groups)),
                 count=call.groups,
                 dtype=call.out_dtype,
-                memory=limit_to_pass(self.memory(call, params)),
+                memory=memory_to_pass(self.memory(call, params), (lhs, rhs)),
                 tiling=tiling,
             )
 
@@ -192,7 +192,7 @@ def _product(
     call: GroupedMatmulCall, lhs: jax.Array, rhs: jax.Array, groups: Groups, params: MegabloxParams, dtype: str
 ) -> jax.Array:
     tiling = (params.block_m, *_blocks(call, params))
-    memory = limit_to_pass(Megablox().memory(dataclasses.replace(call, out_dtype=dtype), params))
+    need = Megablox().memory(dataclasses.replace(call, out_dtype=dtype), params)
 
     def compute(lhs: jax.Array, rhs: jax.Array, groups: Groups) -> jax.Array:
         sizes = _sizes(call, groups)
@@ -201,7 +201,7 @@ def _product(
         out = compat.megablox_product(
             *(_whole_tiles(lhs, params.block_m), rhs, sizes),
             dtype=dtype,
-            memory=memory,
+            memory=memory_to_pass(need, (lhs, rhs)),
             tiling=tiling,
             transpose_rhs=call.transpose_rhs,
         )
