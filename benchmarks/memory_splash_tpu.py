@@ -108,9 +108,9 @@ def _large(dice: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def estimates(case: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
     """Return our estimates for the kernels of a case with these blocks."""
+    from ejkernel.kernels._vector_memory import compiled as known
     from ejkernel.kernels.flash_attention import splash
     from ejkernel.kernels.flash_attention._splash_weights import WEIGHTS
-    from ejkernel.kernels.flash_attention._tpu import compiled as known
 
     call = call_of(case)
     params = splash.Splash().params_type(backward=call.backward)(**sizes)

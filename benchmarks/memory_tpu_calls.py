@@ -114,8 +114,8 @@ def _params_of(implementation: Any, call: Any, sizes: dict[str, Any]) -> Any:
 
 
 def _needs(case: dict[str, Any]) -> list[Any]:
+    from ejkernel.kernels._vector_memory import compiled as known
     from ejkernel.kernels.flash_attention._splash_weights import WEIGHTS
-    from ejkernel.kernels.flash_attention._tpu import compiled as known
     from ejkernel.kernels.flash_attention.pallas_tpu.spilled import WEIGHTS as OWN
 
     weights = WEIGHTS if case["implementation"] == "splash" else OWN
@@ -123,7 +123,7 @@ def _needs(case: dict[str, Any]) -> list[Any]:
 
 
 def _is_in_table(case: dict[str, Any]) -> bool:
-    from ejkernel.kernels.flash_attention._tpu import compiled as known
+    from ejkernel.kernels._vector_memory import compiled as known
 
     return all(parts.form in known() for parts in parts_of(case))
 

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.memory_tpu_fit WHAT RESULTS...`: estimates of vector memory of attention on TPUs from figures.
 
-The results are files of `benchmarks.memory_tpu`, `memory_splash_tpu` and `memory_tpu_calls`.
+The results are files of `benchmarks.memory_tpu`, `memory_splash_tpu`, `memory_tpu_calls` and `memory_others_tpu`.
 
 `table` writes the table of compiled kernels. Kernels of one form take the same vector memory, beyond what follows from
 their shapes. The table has this rest for each form, the highest if several kernels of a form were compiled. Prints how
 far the kernels of a form differ.
 
-`pallas_tpu` and `splash` fit the estimates of other kernels. For each kind of kernel, a linear program finds weights of
-the sizes that the estimate has. They minimise the sum of the estimates, each over the compiler's figure, and give no
-estimate below it. The weights are then found again without a tenth of the kernels, and the estimates of that tenth
-compared with the compiler's figures, for each tenth of three orders. A margin covers what most of these estimates lack.
-Prints the shares of estimates within 10 % and 20 %, and of those below the compiler's figure in this comparison.
+`pallas_tpu`, `splash` and `others` fit the estimates of kernels that are not in the table. For each kind of kernel, a
+linear program finds weights of the sizes that the estimate has. They minimise the sum of the estimates, each over the
+compiler's figure, and give no estimate below it. The weights are then found again without a tenth of the kernels, and
+the estimates of that tenth compared with the compiler's figures, for each tenth of three orders. A margin covers what
+most of these estimates lack. Prints the shares of estimates within 10 % and 20 %, and of those below the compiler's
+figure in this comparison.
 """
 
 from __future__ import annotations
@@ -26,13 +27,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import attention_tpu, memory_splash_tpu, memory_tpu, memory_tpu_calls
+from benchmarks import attention_tpu, memory_others_tpu, memory_splash_tpu, memory_tpu, memory_tpu_calls
 
 _MARGINS = (0.04, 0.6)
 _FEW = 40  # kernels of a kind; for fewer, the margin covers all that are left out
-_FOLDER = Path(__file__).parents[1] / "src/ejkernel/kernels/flash_attention"
-_WEIGHTS = {"pallas_tpu": "pallas_tpu/spilled.py", "splash": "_splash_weights.py"}
-_TABLE = Path(__file__).parents[1] / "src/ejkernel/data/compiled/attention_tpu.json"
+_FOLDER = Path(__file__).parents[1] / "src/ejkernel/kernels"
+_WEIGHTS = {
+    "pallas_tpu": "flash_attention/pallas_tpu/spilled.py",
+    "splash": "flash_attention/_splash_weights.py",
+    "others": "_spilled.py",
+}
+_TABLE = Path(__file__).parents[1] / "src/ejkernel/data/compiled/tpu.json"
 _WHAT = "bytes of intermediate values in kernels compiled by Google's compiler; nothing ran on a TPU"
 _HEAD = '''# SPDX-License-Identifier: Apache-2.0
 """The weights of intermediate values in the estimate of vector memory, by kind of kernel.
@@ -53,7 +58,9 @@ class Kernel(NamedTuple):
 
 
 def implementation_of(result: dict[str, Any]) -> str:
-    """Return the implementation of a result: only those of `memory_splash_tpu` have a figure by kernel."""
+    """Return the implementation of a result: those of `memory_splash_tpu` have a figure by kernel."""
+    if "kind" in result:
+        return "others"
     name: str = result.get("implementation") or ("splash" if isinstance(result["estimated"], dict) else "pallas_tpu")
     return name
 
@@ -62,6 +69,9 @@ def kernels(results: Sequence[dict[str, Any]]) -> Iterator[Kernel]:
     """Yield the compiled kernels of results."""
     for one in results:
         if "used" not in one:
+            continue
+        if "kind" in one:
+            yield from (Kernel(parts, *one["used"]) for parts in memory_others_tpu.parts_of(one))
             continue
         if isinstance(one["used"], dict):
             yield from _of_splash(one)

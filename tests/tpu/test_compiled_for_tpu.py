@@ -22,9 +22,8 @@ from benchmarks import tpu_windows
 from ejkernel import compat
 from ejkernel.kernels._row_norms import pallas as row_norms
 from ejkernel.kernels._row_norms.pallas import Pallas
-from ejkernel.kernels._vector_memory import larger, limit_of
+from ejkernel.kernels._vector_memory import compiled, larger, limit_of
 from ejkernel.kernels.flash_attention import _splash_memory, splash
-from ejkernel.kernels.flash_attention._tpu import compiled
 from ejkernel.kernels.flash_attention.common import Operands, Rules, describe
 from ejkernel.kernels.flash_attention.pallas_tpu import choices, launch
 from ejkernel.kernels.flash_attention.pallas_tpu.implementation import PallasTpu

@@ -383,8 +383,9 @@ def tpu_ragged_paged_attention(
     pages, queries = blocks
     how: dict[str, Any] = {"sm_scale": scale, "sliding_window": window, "soft_cap": soft_cap}
     how |= {"num_kv_pages_per_block": pages, "num_queries_per_block": queries}
-    run: Any = module.ragged_paged_attention
-    return unchecked(lambda: run(q, kv_pages, kv_lengths, page_table, query_offsets, count, **how), q)
+    run = functools.partial(inspect.unwrap(module.ragged_paged_attention), **how)
+    args = (q, kv_pages, kv_lengths, page_table, query_offsets, count)
+    return unchecked(lambda: launched(run, args, KernelMemory(None, in_hbm=True)), q)
 
 
 def tuned_ragged_blocks() -> Iterator[tuple[str, tuple[Any, ...], tuple[int, int]]]:
