@@ -34,7 +34,8 @@ _SHARES: dict[str, dict[Any, int]] = {
     "chip": {"v5e": 1, "v5p": 1, "v6e": 1},
     "direction": {"forward": 1, "backward": 1},
 }
-_IMPLEMENTATIONS = {"pallas_tpu": 300, "splash": 100}  # calls that seed 0 lists
+_IMPLEMENTATIONS = {"pallas_tpu": 341, "splash": 100}  # calls that seed 0 lists
+_COMPILED = {"pallas_tpu": 108, "splash": memory_tpu.COMMON}  # common calls with results of other benchmarks
 _OF_SPACE = 100  # seeds from here have parameters of the space
 
 
@@ -65,9 +66,9 @@ def _listed() -> list[dict[str, Any]]:
 
 
 def _new(name: str) -> Iterator[dict[str, Any]]:
-    """Yield the most common calls whose kernels have another form than those before and in `benchmarks.memory_tpu`."""
+    """Yield the most common calls whose kernels have another form than those before and common ones."""
     known: set[str] = set()
-    for index in range(memory_tpu.COMMON):
+    for index in range(_COMPILED[name]):
         known.update(_forms(memory_tpu.common_call(index) | {"implementation": name}))
     every = list(itertools.product(*(values.items() for values in _SHARES.values())))
     every.sort(key=lambda pairs: -math.prod(share for _, share in pairs))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.memory_tpu_fit WHAT RESULTS...`: estimates of vector memory of attention on TPUs from figures.
 
-The results are files of `benchmarks.memory_tpu`, `memory_splash_tpu`, `memory_tpu_calls` and `memory_others_tpu`.
+The results are files of `benchmarks.memory_tpu`, `memory_splash_tpu`, `memory_tpu_calls`, `memory_others_tpu` and
+`heuristics_tpu`.
 
 `table` writes the table of compiled kernels. Kernels of one form take the same vector memory, beyond what follows from
 their shapes. The table has this rest for each form, the highest if several kernels of a form were compiled. Prints how
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import attention_tpu, memory_others_tpu, memory_splash_tpu, memory_tpu, memory_tpu_calls
+from benchmarks import attention_tpu, heuristics_tpu, memory_others_tpu, memory_splash_tpu, memory_tpu, memory_tpu_calls
 
 _MARGINS = (0.04, 0.6)
 _FEW = 40  # kernels of a kind; for fewer, the margin covers all that are left out
@@ -59,7 +60,7 @@ class Kernel(NamedTuple):
 
 def implementation_of(result: dict[str, Any]) -> str:
     """Return the implementation of a result: those of `memory_splash_tpu` have a figure by kernel."""
-    if "kind" in result:
+    if "sizes" in result:
         return "others"
     name: str = result.get("implementation") or ("splash" if isinstance(result["estimated"], dict) else "pallas_tpu")
     return name
@@ -70,8 +71,12 @@ def kernels(results: Sequence[dict[str, Any]]) -> Iterator[Kernel]:
     for one in results:
         if "used" not in one:
             continue
-        if "kind" in one:
+        if "sizes" in one:
             yield from (Kernel(parts, *one["used"]) for parts in memory_others_tpu.parts_of(one))
+            continue
+        if "kv_heads" in one:
+            parts = heuristics_tpu.parts_of(one)
+            yield from map(Kernel, parts, one["used"] if len(parts) == 1 else ())  # the order of several is unknown
             continue
         if isinstance(one["used"], dict):
             yield from _of_splash(one)

@@ -41,15 +41,34 @@ def test_the_message_says_which_chip_and_how_to_name_it():
     assert need.fault(40 * MIB, CALL) is need.doubt(80 * MIB, UNKNOWN) is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("examples", [1, 4])
-@pytest.mark.parametrize("implementation", [PallasTpu(), Splash()], ids=["pallas_tpu", "splash"])
-def test_the_operands_and_results_of_long_calls_are_in_hbm(implementation, examples):
-    """XLA would keep some of them in vector memory, where a kernel has no windows for them."""
-    query = jax.ShapeDtypeStruct((examples, 1024, 4, 128), "bfloat16")
+def lowered(implementation, query, mapped=()):
+    """Return the program of a forward call for TPUs, under `vmap` over axes of these sizes."""
     operands, rules = Operands(query, query, query), Rules(scale=0.1, right=0)
     params = implementation.heuristic(describe(operands, rules, platform="tpu", fingerprint="tpu:tpu_v5"))
-    traced = jax.jit(lambda given: implementation.attend(given, rules, params)).trace(operands)
-    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+
+    def run(given):
+        return implementation.attend(given, rules, params)
+
+    for size in mapped:
+        run = jax.vmap(run)
+        operands = jax.tree.map(lambda x, size=size: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), operands)
+    return jax.jit(run).trace(operands).lower(lowering_platforms=("tpu",)).as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [1024, 4096])
+@pytest.mark.parametrize("implementation", [PallasTpu(), Splash()], ids=["pallas_tpu", "splash"])
+def test_the_operands_and_results_of_long_calls_are_in_hbm(implementation, length):
+    """XLA would keep some of them in vector memory, where a kernel has no windows for them."""
+    text = lowered(implementation, jax.ShapeDtypeStruct((1, length, 4, 128), "bfloat16"))
     for arrays in ("input", "output"):
-        assert (f"{arrays}_memory_space_colors" in text) is (examples == 4)
+        assert (f"{arrays}_memory_space_colors" in text) is (length == 4096)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mapped", [(1,), (2, 1)], ids=str)
+@pytest.mark.parametrize("implementation", [PallasTpu(), Splash()], ids=["pallas_tpu", "splash"])
+def test_a_long_call_under_vmap_is_one_kernel_with_arrays_in_hbm(implementation, mapped):
+    """JAX squeezes an axis of one example, which it cannot for an array that is known to be in HBM."""
+    text = lowered(implementation, jax.ShapeDtypeStruct((1, 4096, 4, 128), "bfloat16"), mapped)
+    assert text.count("input_memory_space_colors") == text.count("@tpu_custom_call") == 1

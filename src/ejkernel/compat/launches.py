@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.custom_batching import custom_vmap
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 
 from ejkernel.compat.tracing import varying_axes
@@ -30,10 +31,25 @@ class KernelMemory(NamedTuple):
 def launched(run: Callable[..., Any], args: tuple[Any, ...], memory: KernelMemory) -> Any:
     """Return `run(*args)` with its kernel in this memory, which JAX's own functions do not take."""
     traced, shape = jax.make_jaxpr(run, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(shape), _evaluated(traced, jax.tree.leaves(args), memory))
+
+
+def _evaluated(traced: ClosedJaxpr, leaves: Sequence[Any], memory: KernelMemory) -> Any:
     equations = [own for each in traced.eqns for own in (_placed(each, memory) if _is_kernel(each) else (each,))]
-    program = jaxpr_as_fun(ClosedJaxpr(traced.jaxpr.replace(eqns=equations), traced.consts))
     # inside of `jit`, the equations are not checked again after `unchecked`
-    return jax.tree.unflatten(jax.tree.structure(shape), jax.jit(program)(*jax.tree.leaves(args)))
+    program = jax.jit(jaxpr_as_fun(ClosedJaxpr(traced.jaxpr.replace(eqns=equations), traced.consts)))
+    if not memory.in_hbm:
+        return program(*leaves)
+    # JAX has no rules for `vmap` over arrays whose type says that they are in HBM, so it maps the kernel before that.
+    launch: Any = custom_vmap(program)
+
+    def batched(size: int, is_mapped: Sequence[bool], *leaves: Any) -> Any:
+        axes = tuple(0 if mapped else None for mapped in is_mapped)
+        found = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(traced), in_axes=axes, axis_size=size))(*leaves)
+        return _evaluated(found, leaves, memory), [True] * len(found.out_avals)
+
+    launch.def_vmap(batched)
+    return launch(*leaves)
 
 
 def _is_kernel(equation: Any) -> bool:
@@ -58,13 +74,12 @@ def _placed(equation: Any, memory: KernelMemory) -> list[Any]:
 
 @functools.cache
 def _in_hbm() -> Any:
-    """Return the identity whose result has the type of an array in HBM; JAX 0.10's has no rule for `vmap`."""
-    from jax.interpreters import batching, mlir
+    """Return the identity whose result has the type of an array in HBM."""
+    from jax.interpreters import mlir
 
     same: Any = Primitive("in_hbm")
     same.def_abstract_eval(lambda x: x.update(memory_space=_hbm()))
     mlir.register_lowering(same, lambda context, x: [x])
-    batching.defvectorized(same)
     return same
 
 

@@ -205,8 +205,8 @@ def parts_of(call: PagedCall, params: TpuRaggedParams) -> Parts:
     itemsize, dim = jnp.dtype(call.dtype).itemsize, call.pages[4]
     queries, pages = params.block_queries, min(params.block_pages, call.table[1])
     keys, rows = pages * call.pages[1], queries * call.group
-    known = 2 * keys * 2 * kv_heads * dim * itemsize + queries * heads * (2 * LANES + dim) * 4
-    known += 2 * 2 * queries * heads * dim * itemsize
+    least = 2 * keys * 2 * kv_heads * dim * itemsize + queries * heads * (2 * LANES + dim) * 4
+    windows = 2 * 2 * queries * heads * dim * itemsize
     sizes = {"scores": rows * max(keys, LANES), "rows": rows * LANES, "keys": keys * dim}
     sizes |= {f"{name} of heads": size * kv_heads for name, size in sizes.items()}
     sizes |= {"queries": queries * heads * dim, "constant": LANES * LANES}
@@ -215,4 +215,4 @@ def parts_of(call: PagedCall, params: TpuRaggedParams) -> Parts:
     kind = f"paged, {call.dtype}, {'wide unit' if is_wide else 'partial' if is_partial else 'whole'}"
     # a window or soft cap changes less than 2 %
     form = form_of(call, kind, f"heads {heads}/{kv_heads}", f"queries {queries}", f"keys {keys}")
-    return Parts(known, known, kind, sizes, form)
+    return Parts(least, least + windows, kind, sizes, form)
