@@ -62,7 +62,7 @@ def _listed() -> list[dict[str, Any]]:
         sizes |= {"dtype": "bfloat16", "out_dtype": "bfloat16"}
         every.append({"chip": chip, "kind": kind, "sizes": sizes, "backward": False})
     for chip, kv_heads, group, tokens in itertools.product(_DEVICES, (8, 4), (4, 8, 1, 2, 6), (64, 8)):
-        sizes = {"q": (tokens, kv_heads * group, 128), "pages": (2048, 64, kv_heads, 2, 128)}
+        sizes = {"q": (tokens, kv_heads * group, 128), "pages": (2048, 16, kv_heads, 2, 128)}
         sizes |= {"table": (8, 128), "dtype": "bfloat16", "cache_dtype": "bfloat16", "scale": 0.1}
         every.append({"chip": chip, "kind": "tpu_ragged", "sizes": sizes, "backward": False})
     norms = itertools.product(_DEVICES, _DIMS, ("rms_norm", "layer_norm"), (False, True), (False, True))

@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("table", *_WEIGHTS))
     parser.add_argument("results", type=Path, nargs="+")
-    parser.add_argument("--covered", type=float, default=0.98, help="the share of the kernels left out to cover")
+    parser.add_argument("--covered", type=float, default=0.99, help="the share of the kernels left out to cover")
     parser.add_argument("--merged", type=Path, help="a JSON file for all results with the new estimates")
     given = parser.parse_args(arguments)
     results = []

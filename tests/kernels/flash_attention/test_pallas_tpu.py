@@ -190,11 +190,11 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_estimates_of_memory_are_up_to_20_percent_above_the_compilers(name):
+def test_estimates_of_memory_are_up_to_25_percent_above_the_compilers(name):
     used, rules, params = COMPILED[name]
     call = dataclasses.replace(call_of(8192, CHIPS[1], False), rules=rules)
     need = choices.needed(call, params)
-    assert need.least <= used <= need.most <= 1.2 * used
+    assert need.least <= used <= need.most <= 1.25 * used
 
 
 def test_the_estimate_of_a_common_kernel_is_the_compilers_figure():

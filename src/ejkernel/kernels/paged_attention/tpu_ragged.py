@@ -206,7 +206,8 @@ def parts_of(call: PagedCall, params: TpuRaggedParams) -> Parts:
     queries, pages = params.block_queries, min(params.block_pages, call.table[1])
     keys, rows = pages * call.pages[1], queries * call.group
     least = 2 * keys * 2 * kv_heads * dim * itemsize + queries * heads * (2 * LANES + dim) * 4
-    windows = 2 * 2 * queries * heads * dim * itemsize
+    buffers = 1 if call.q[0] <= queries and call.q[1] == heads else 2  # a single step needs one
+    windows = buffers * 2 * queries * heads * dim * itemsize
     sizes = {"scores": rows * max(keys, LANES), "rows": rows * LANES, "keys": keys * dim}
     sizes |= {f"{name} of heads": size * kv_heads for name, size in sizes.items()}
     sizes |= {"queries": queries * heads * dim, "constant": LANES * LANES}
