@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,19 @@ from benchmarks import attention_tpu
 from benchmarks.apart import AnsweringProcess
 
 Case = dict[str, Any]
+
+
+def ratio_table(classes: Mapping[str, Iterable[float]]) -> list[str]:
+    """Return the distribution of an estimate over the compiler's figure, by class of kernels, as lines of Markdown."""
+    heads = ("kernels", "compiled", "below 1", "least", "1 to 1.1", "1 to 1.2", "median", "largest")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name, ratios in classes.items():
+        if found := sorted(ratios):
+            within = (f"{sum(1 <= ratio <= most for ratio in found) / len(found):.0%}" for most in (1.1, 1.2))
+            least, median = f"{found[0]:.3f}", f"{statistics.median(found):.3f}"
+            cells = [name, len(found), sum(ratio < 1 for ratio in found), least, *within, median, f"{found[-1]:.2f}"]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
 
 
 def _facts_of_none(results: list[Case]) -> Case:

@@ -117,6 +117,18 @@ def described(case: dict[str, Any]) -> tuple[Any, Any]:
     return describe(operands, rules, platform="tpu", fingerprint=target.fingerprint, backward=backward), operands
 
 
+def parts_of(case: dict[str, Any]) -> list[Any]:
+    """Return the memory of each kernel by its causes."""
+    from ejkernel.kernels.flash_attention import _splash_memory, splash
+    from ejkernel.kernels.flash_attention.pallas_tpu import choices
+
+    call, _ = described(case)
+    params = _params_of(_by_name()[case["implementation"]], call, case["params"])
+    if case["implementation"] == "pallas_tpu":
+        return choices.parts_of(call, params)
+    return [_splash_memory.parts_of(call, name, own) for name, own in splash.blocks_of(params).items()]
+
+
 # --- in the process that compiles ---
 
 

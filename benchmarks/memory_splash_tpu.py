@@ -15,13 +15,12 @@ import functools
 import json
 import random
 import re
-import statistics
 from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import Any
 
 from benchmarks import memory_tpu
-from benchmarks.drawn_tpu import Draws
+from benchmarks.drawn_tpu import Draws, ratio_table
 
 _CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 _FINGERPRINTS = {"v5e": "tpu:tpu_v5_lite", "v5p": "tpu:tpu_v5", "v6e": "tpu:tpu_v6_lite", "tpu7x": "tpu:tpu7x"}
@@ -109,9 +108,9 @@ def _large(dice: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def estimates(case: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
     """Return our estimates for the kernels of a case with these blocks."""
+    from ejkernel.kernels._vector_memory import compiled as known
     from ejkernel.kernels.flash_attention import splash
     from ejkernel.kernels.flash_attention._splash_weights import WEIGHTS
-    from ejkernel.kernels.flash_attention._tpu import compiled as known
 
     call = call_of(case)
     params = splash.Splash().params_type(backward=call.backward)(**sizes)
@@ -159,22 +158,19 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         ),
         "float32": lambda one: bool(one["dtype"] == "float32"),
     }
-    rows = [
-        "| kernels | compiled | below 1 | up to 1.1 | up to 1.2 | median | largest |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for kind, of_kind in kinds.items():
-        for kernel in ("fwd", "keys", "query"):
-            every = [one for one in results if kernel in one.get("used", {}) and of_kind(one)]
-            ratios = sorted(one["estimated"][kernel] / one["used"][kernel] for one in every)
-            if not ratios:
-                continue
-            shares = (f"{sum(1 <= ratio <= most for ratio in ratios) / len(ratios):.0%}" for most in (1.1, 1.2))
-            cells = [f"{kind}, {kernel}", len(ratios), sum(ratio < 1 for ratio in ratios), *shares]
-            rows.append(f"| {' | '.join(map(str, cells))} | {statistics.median(ratios):.2f} | {ratios[-1]:.2f} |")
+    classes = {
+        f"{kind}, {kernel}": [
+            one["estimated"][kernel] / one["used"][kernel]
+            for one in results
+            if kernel in one.get("used", {}) and of_kind(one)
+        ]
+        for kind, of_kind in kinds.items()
+        for kernel in ("fwd", "keys", "query")
+    }
     above = sum(one["least"][name] > used for one in results for name, used in one.get("used", {}).items())
     failed = sum("error" in one for one in results)
-    rows += [
+    rows = [
+        *ratio_table(classes),
         "",
         f"The lower estimate exceeds the compiler's figure in {above} kernels. {failed} calls did not compile.",
     ]

@@ -19,13 +19,12 @@ import functools
 import itertools
 import math
 import random
-import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks import attention_tpu
-from benchmarks.drawn_tpu import Draws
+from benchmarks.drawn_tpu import Draws, ratio_table
 
 _DEVICES = {"v5e": "tpu:tpu_v5_lite", "v5p": "tpu:tpu_v5", "v6e": "tpu:tpu_v6_lite"}
 _DIRECTIONS = ("forward", "backward")
@@ -149,14 +148,9 @@ def estimated(case: dict[str, Any]) -> dict[str, Any]:
     return {"estimated": [need.most for need in needs], "least": [need.least for need in needs], "fits": fits}
 
 
-def ratios(results: Sequence[dict[str, Any]]) -> list[tuple[float, dict[str, Any]]]:
-    """Return the estimate over the compiler's figure for each kernel, and its case, in ascending order."""
-    found = [
-        (estimate / size, one)
-        for one in results
-        for estimate, size in zip(one["estimated"], one.get("used", ()), strict=False)
-    ]
-    return sorted(found, key=lambda pair: pair[0])
+def ratios(one: dict[str, Any]) -> list[float]:
+    """Return the estimate over the compiler's figure for each kernel of a result."""
+    return [estimate / size for estimate, size in zip(one["estimated"], one.get("used", ()), strict=False)]
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -166,21 +160,12 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         "forward": lambda one: bool(one["direction"] == "forward"),
         "backward": lambda one: bool(one["direction"] == "backward"),
         "without ids and soft cap": lambda one: not one["segments"] and one["soft_cap"] is None,
-        "of 4 MiB or more": lambda one: bool(max(one["used"]) >= 4 << 20),
+        "of 4 MiB or more": lambda one: bool(max(one.get("used", [0])) >= 4 << 20),
         "float32": lambda one: bool(one["dtype"] == "float32"),
         **{chip: functools.partial(_is_for, chip) for chip in _DEVICES},
     }
-    lines = [
-        "| kernels | compiled | below 1 | up to 1.1 | up to 1.2 | median | largest |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, of_class in classes.items():
-        values = [ratio for ratio, one in ratios(results) if of_class(one)]
-        if not values:
-            continue
-        counts = [sum(low <= ratio <= high for ratio in values) for low, high in ((0, 0.9999), (1, 1.1), (1, 1.2))]
-        cells = [name, len(values), counts[0], *(f"{count / len(values):.0%}" for count in counts[1:])]
-        lines.append(f"| {' | '.join(map(str, cells))} | {statistics.median(values):.2f} | {values[-1]:.2f} |")
+    found = {name: [x for one in results if of_class(one) for x in ratios(one)] for name, of_class in classes.items()}
+    lines = ratio_table(found)
     refused = [one for one in results if "error" in one]
     lines += ["", f"{len(refused)} of {len(results)} calls were not compiled:", ""]
     for one in refused:

@@ -3,13 +3,13 @@
 
 Each call is drawn by a seed: its length, head dimensions, mask and grouped heads as often as models have them, one to
 eight examples, and `pallas_tpu` or `splash` with the heuristic's parameters, or with other parameters of the space for
-seeds from 100. Google's compiler reports the bytes of vector memory that each kernel uses. XLA keeps short arrays in
-vector memory itself, so that the kernel has no windows for them; `kept` has the bytes of these windows.
+seeds from 100. Google's compiler reports the bytes of vector memory that each kernel uses. XLA keeps the arrays of a
+call with few bytes in vector memory itself, so that the kernel has no windows for them; `kept` has their bytes.
 
 Seed 0 lists the most common calls instead, one for each form of kernel that the common calls of
 `benchmarks.memory_tpu` do not have, with arrays too long for vector memory.
 
-The ratio is our upper estimate, less the windows that the kernel does not have, over the compiler's figure.
+The ratio is our upper estimate over the compiler's figure.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import functools
 import itertools
 import math
 import random
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import attention_tpu, memory_tpu
-from benchmarks.drawn_tpu import Draws
+from benchmarks.drawn_tpu import Draws, ratio_table
 
 _SHARES: dict[str, dict[Any, int]] = {
     "length": {1024: 1, 2048: 3, 4096: 4, 8192: 4, 16_384: 1, 32_768: 2},
@@ -35,7 +34,8 @@ _SHARES: dict[str, dict[Any, int]] = {
     "chip": {"v5e": 1, "v5p": 1, "v6e": 1},
     "direction": {"forward": 1, "backward": 1},
 }
-_IMPLEMENTATIONS = {"pallas_tpu": 200, "splash": 60}  # calls that seed 0 lists
+_IMPLEMENTATIONS = {"pallas_tpu": 341, "splash": 100}  # calls that seed 0 lists
+_COMPILED = {"pallas_tpu": 108, "splash": memory_tpu.COMMON}  # common calls with results of other benchmarks
 _OF_SPACE = 100  # seeds from here have parameters of the space
 
 
@@ -66,9 +66,9 @@ def _listed() -> list[dict[str, Any]]:
 
 
 def _new(name: str) -> Iterator[dict[str, Any]]:
-    """Yield the most common calls whose kernels have another form than those before and in `benchmarks.memory_tpu`."""
+    """Yield the most common calls whose kernels have another form than those before and common ones."""
     known: set[str] = set()
-    for index in range(memory_tpu.COMMON):
+    for index in range(_COMPILED[name]):
         known.update(_forms(memory_tpu.common_call(index) | {"implementation": name}))
     every = list(itertools.product(*(values.items() for values in _SHARES.values())))
     every.sort(key=lambda pairs: -math.prod(share for _, share in pairs))
@@ -115,8 +115,8 @@ def _params_of(implementation: Any, call: Any, sizes: dict[str, Any]) -> Any:
 
 
 def _needs(case: dict[str, Any]) -> list[Any]:
+    from ejkernel.kernels._vector_memory import compiled as known
     from ejkernel.kernels.flash_attention._splash_weights import WEIGHTS
-    from ejkernel.kernels.flash_attention._tpu import compiled as known
     from ejkernel.kernels.flash_attention.pallas_tpu.spilled import WEIGHTS as OWN
 
     weights = WEIGHTS if case["implementation"] == "splash" else OWN
@@ -124,7 +124,7 @@ def _needs(case: dict[str, Any]) -> list[Any]:
 
 
 def _is_in_table(case: dict[str, Any]) -> bool:
-    from ejkernel.kernels.flash_attention._tpu import compiled as known
+    from ejkernel.kernels._vector_memory import compiled as known
 
     return all(parts.form in known() for parts in parts_of(case))
 
@@ -140,12 +140,6 @@ def compiled(case: dict[str, Any]) -> dict[str, Any]:
     return {"used": [one.used for one in found], "kept": [one.kept for one in found]}
 
 
-def ratios(one: dict[str, Any]) -> list[float]:
-    """Return the estimate over the figure for each kernel, both without the windows that it does not have."""
-    pairs = zip(one["estimated"], one.get("used", ()), one.get("kept", ()), strict=False)
-    return [(estimate - kept) / used for estimate, used, kept in pairs]
-
-
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return the distribution of the ratios by class, as a Markdown table."""
     kinds: dict[str, Callable[[dict[str, Any]], bool]] = {
@@ -155,27 +149,18 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         **{name: functools.partial(_has, "implementation", name) for name in _IMPLEMENTATIONS},
         **{chip: functools.partial(_has, "chip", chip) for chip in _SHARES["chip"]},
     }
-    rows = ["| kernels | compiled | below 1 | least | 1 to 1.1 | median | largest |", "|---|---|---|---|---|---|---|"]
-    for kind, of_kind in kinds.items():
-        found = sorted(ratio for one in results if of_kind(one) for ratio in ratios(one))
-        if found:
-            below, within = sum(ratio < 1 for ratio in found), sum(1 <= ratio <= 1.1 for ratio in found) / len(found)
-            cells = [kind, len(found), below, f"{found[0]:.3f}", f"{within:.0%}", f"{statistics.median(found):.3f}"]
-            rows.append(f"| {' | '.join(map(str, cells))} | {found[-1]:.2f} |")
-    failed = [one for one in results if "error" in one]
-    plain = sorted(
-        estimate / used
-        for one in results
-        for estimate, used in zip(one["estimated"], one.get("used", ()), strict=False)
-    )
-    rows += ["", f"{len(failed)} calls did not compile."]
-    if plain:
-        without = sum(1 <= ratio <= 1.1 for ratio in plain) / len(plain)
-        rows += [
-            f"With all windows, the estimate is {plain[0]:.3f} to {plain[-1]:.2f} times the compiler's figure, and "
-            f"within 1.1 for {without:.0%} of the kernels."
-        ]
-    return "\n".join(rows)
+    ratios = [(one, ratio, kept) for one in results for ratio, kept in zip(*_ratios(one), strict=True)]
+    classes = {kind: [ratio for one, ratio, _ in ratios if of_kind(one)] for kind, of_kind in kinds.items()}
+    classes["arrays in HBM"] = [ratio for _, ratio, kept in ratios if kept is None]
+    classes["short arrays, without the missing windows"] = [kept for _, _, kept in ratios if kept is not None]
+    return "\n".join([*ratio_table(classes), "", f"{sum('error' in one for one in results)} calls did not compile."])
+
+
+def _ratios(one: dict[str, Any]) -> tuple[list[float], list[float | None]]:
+    """Return the ratio of each kernel, and where windows are missing the one without them."""
+    kernels = list(zip(one["estimated"], one.get("used", ()), one.get("kept", ()), strict=False))
+    without = [(estimate - kept) / used if kept else None for estimate, used, kept in kernels]
+    return memory_tpu.ratios(one), without
 
 
 def _has(name: str, value: str, one: dict[str, Any]) -> bool:

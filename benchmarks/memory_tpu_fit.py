@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.memory_tpu_fit RESULTS...`: fit the estimates of vector memory of attention on TPUs.
+"""`python -m benchmarks.memory_tpu_fit WHAT RESULTS...`: estimates of vector memory of attention on TPUs from figures.
 
-The results are files of `benchmarks.memory_tpu`, for `pallas_tpu`, or of `benchmarks.memory_splash_tpu`. For each kind
-of kernel, a linear program finds weights of the sizes that the estimate has. They minimise the sum of the estimates,
-each over the compiler's figure, and give no estimate below it. The weights are then found again without a tenth of the
-kernels, and the estimates of that tenth compared with the compiler's figures, for each tenth of three orders. A margin
-covers what 98 % of these estimates lack. Prints the shares of estimates within 10 % and 20 %, and of those below the
-compiler's figure in this comparison.
+The results are files of `benchmarks.memory_tpu`, `memory_splash_tpu`, `memory_tpu_calls`, `memory_others_tpu` and
+`heuristics_tpu`.
+
+`table` writes the table of compiled kernels. Kernels of one form take the same vector memory, beyond what follows from
+their shapes. The table has this rest for each form, the highest if several kernels of a form were compiled. Prints how
+far the kernels of a form differ.
+
+`pallas_tpu`, `splash` and `others` fit the estimates of kernels that are not in the table. For each kind of kernel, a
+linear program finds weights of the sizes that the estimate has. They minimise the sum of the estimates, each over the
+compiler's figure, and give no estimate below it. The weights are then found again without a tenth of the kernels, and
+the estimates of that tenth compared with the compiler's figures, for each tenth of three orders. A margin covers what
+most of these estimates lack. Prints the shares of estimates within 10 % and 20 %, and of those below the compiler's
+figure in this comparison.
 """
 
 from __future__ import annotations
@@ -15,17 +22,24 @@ import argparse
 import json
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import attention_tpu, memory_splash_tpu, memory_tpu, memory_tpu_calls
+from benchmarks import attention_tpu, heuristics_tpu, memory_others_tpu, memory_splash_tpu, memory_tpu, memory_tpu_calls
 
 _MARGINS = (0.04, 0.6)
 _FEW = 40  # kernels of a kind; for fewer, the margin covers all that are left out
-_FOLDER = Path(__file__).parents[1] / "src/ejkernel/kernels/flash_attention"
+_FOLDER = Path(__file__).parents[1] / "src/ejkernel/kernels"
+_WEIGHTS = {
+    "pallas_tpu": "flash_attention/pallas_tpu/spilled.py",
+    "splash": "flash_attention/_splash_weights.py",
+    "others": "_spilled.py",
+}
+_TABLE = Path(__file__).parents[1] / "src/ejkernel/data/compiled/tpu.json"
+_WHAT = "bytes of intermediate values in kernels compiled by Google's compiler; nothing ran on a TPU"
 _HEAD = '''# SPDX-License-Identifier: Apache-2.0
 """The weights of intermediate values in the estimate of vector memory, by kind of kernel.
 
@@ -44,10 +58,25 @@ class Kernel(NamedTuple):
     used: int
 
 
+def implementation_of(result: dict[str, Any]) -> str:
+    """Return the implementation of a result: those of `memory_splash_tpu` have a figure by kernel."""
+    if "sizes" in result:
+        return "others"
+    name: str = result.get("implementation") or ("splash" if isinstance(result["estimated"], dict) else "pallas_tpu")
+    return name
+
+
 def kernels(results: Sequence[dict[str, Any]]) -> Iterator[Kernel]:
     """Yield the compiled kernels of results."""
     for one in results:
         if "used" not in one:
+            continue
+        if "sizes" in one:
+            yield from (Kernel(parts, *one["used"]) for parts in memory_others_tpu.parts_of(one))
+            continue
+        if "kv_heads" in one:
+            parts = heuristics_tpu.parts_of(one)
+            yield from map(Kernel, parts, one["used"] if len(parts) == 1 else ())  # the order of several is unknown
             continue
         if isinstance(one["used"], dict):
             yield from _of_splash(one)
@@ -124,7 +153,7 @@ def merged(results: Sequence[dict[str, Any]], table: dict[str, dict[str, float]]
     from ejkernel.kernels.flash_attention import _splash_weights
     from ejkernel.kernels.flash_attention.pallas_tpu import spilled
 
-    of_splash = _is_splash(table)
+    of_splash = implementation_of(results[0]) == "splash"
     weights = _splash_weights.WEIGHTS if of_splash else spilled.WEIGHTS
     weights.clear()
     weights.update(table)
@@ -144,37 +173,55 @@ def merged(results: Sequence[dict[str, Any]], table: dict[str, dict[str, float]]
     out.with_suffix(".md").write_text(f"{head}\n\n{draws.table(found)}\n")
 
 
-def _is_splash(table: dict[str, Any]) -> bool:
-    return "query" in table
+def write_table(found: Iterable[Kernel]) -> None:
+    """Write the table of compiled kernels, and print how far those of one form differ."""
+    by_form: dict[str, list[Kernel]] = {}
+    for one in found:
+        by_form.setdefault(one.parts.form, []).append(one)
+    table = {form: max(one.used - one.parts.known for one in several) for form, several in sorted(by_form.items())}
+    above = [(one.parts.known + table[form]) / one.used for form, several in by_form.items() for one in several]
+    print(f"{len(above)} kernels of {len(table)} forms; the highest of a form is up to {max(above) - 1:.1%} above")
+    versions = attention_tpu.versions() | {"device": "compiled"}
+    _TABLE.write_text(f"{json.dumps({'what': _WHAT, 'versions': versions, 'bytes': table}, indent=1)}\n")
+
+
+def fit(found: Iterable[Kernel], covered: float) -> dict[str, dict[str, float]]:
+    """Return the weights of each kind of kernel, and print how good they are."""
+    by_kind: dict[str, list[Kernel]] = {}
+    for one in found:
+        by_kind.setdefault(one.parts.kind, []).append(one)
+    table, of_fit, of_others = {}, [], []
+    for kind, several in sorted(by_kind.items()):
+        weights, pairs = fitted(several), left_out(several)
+        margin = margin_of(pairs, covered if len(several) >= _FEW else 1.0)
+        print(f"{kind}: {len(several)} kernels, margin {margin:.2f}")
+        # rounded up, so that no estimate of the fit is below the compiler's figure
+        table[kind] = {name: round(weight * (1 + margin) + 5e-4, 3) for name, weight in weights.items()}
+        of_fit += [estimate(one, table[kind]) / one.used for one in several]
+        of_others += [estimate(one, weights, margin) / one.used for one, weights in pairs]
+    print(f"{len(of_fit)} kernels of the fit: {shares(of_fit)}")
+    print(f"each left out of the fit: {shares(of_others)}")
+    return table
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the weights, and print how good they are."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Write the table or the weights, and print how good they are."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("table", *_WEIGHTS))
     parser.add_argument("results", type=Path, nargs="+")
-    parser.add_argument("--covered", type=float, default=0.98, help="the share of the kernels left out to cover")
+    parser.add_argument("--covered", type=float, default=0.99, help="the share of the kernels left out to cover")
     parser.add_argument("--merged", type=Path, help="a JSON file for all results with the new estimates")
     given = parser.parse_args(arguments)
-    by_kind: dict[str, list[Kernel]] = {}
     results = []
     for file in given.results:
         data = json.loads(file.read_text())
         results += [{"seed": data.get("seed")} | one for one in data["results"]]
-    for one in kernels(results):
-        by_kind.setdefault(one.parts.kind, []).append(one)
-    table, of_fit, of_others = {}, [], []
-    for kind, found in sorted(by_kind.items()):
-        weights, pairs = fitted(found), left_out(found)
-        margin = margin_of(pairs, given.covered if len(found) >= _FEW else 1.0)
-        print(f"{kind}: {len(found)} kernels, margin {margin:.2f}")
-        # rounded up, so that no estimate of the fit is below the compiler's figure
-        table[kind] = {name: round(weight * (1 + margin) + 5e-4, 3) for name, weight in weights.items()}
-        of_fit += [estimate(one, table[kind]) / one.used for one in found]
-        of_others += [estimate(one, weights, margin) / one.used for one, weights in pairs]
-    print(f"{len(of_fit)} kernels of the fit: {shares(of_fit)}")
-    print(f"each left out of the fit: {shares(of_others)}")
-    out = _FOLDER / ("_splash_weights.py" if _is_splash(table) else "pallas_tpu/spilled.py")
-    out.write_text(f"{_HEAD}{json.dumps(table, indent=4)}\n")
+    if given.what == "table":
+        write_table(kernels(results))
+        return
+    results = [one for one in results if implementation_of(one) == given.what]
+    table = fit(kernels(results), given.covered)
+    (_FOLDER / _WEIGHTS[given.what]).write_text(f"{_HEAD}{json.dumps(table, indent=4)}\n")
     if given.merged is not None:
         merged(results, table, given.merged)
 

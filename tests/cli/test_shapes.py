@@ -202,7 +202,7 @@ def test_the_calls_of_a_file_are_estimated_for_a_target(folder, capsys, monkeypa
     assert len(list(EstimateFiles(folder / "saved").files())) == 2
 
 
-@pytest.mark.parametrize("how", [["--estimate"], ["--compile-only", "--output", "bundle"]])
+@pytest.mark.parametrize("how", [["--estimate"], ["--compile-only"], ["--compile-only", "--output", "bundle"]])
 def test_a_dry_run_for_a_target_lists_the_candidates(folder, capsys, how):
     command = ["tune", *how, "--target", "tpu_v6e", *NAMED, "--dry-run"]
     assert main([*command, "--verbose"]) == 0
@@ -211,7 +211,7 @@ def test_a_dry_run_for_a_target_lists_the_candidates(folder, capsys, how):
     assert first.endswith(": 3 candidates")
     assert configs == ["  rows=1", "  rows=2"]
     doing = "estimated" if "--estimate" in how else "compiled"
-    assert f"6 candidates of 2 calls would be {doing} for tpu:tpu_v6_lite" in printed.err
+    assert f"6 candidates of 2 calls would be {doing} for tpu_v6e" in printed.err
     assert main([*command, "--json"]) == 0
     assert [len(call["candidates"]) for call in json.loads(capsys.readouterr().out)] == [3, 3]
     assert not (folder / "bundle").exists()

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import pytest
 
 from ejkernel.kernels._vector_memory import Need, limit_of, memory_of, untuned_of
+from ejkernel.kernels.flash_attention.common import Operands, Rules, describe
+from ejkernel.kernels.flash_attention.pallas_tpu.implementation import PallasTpu
+from ejkernel.kernels.flash_attention.splash import Splash
 from ejkernel.kernels.rms_norm.operation import RmsNormCall
 
 CALL = RmsNormCall(rows=1024, dim=4096, dtype="bfloat16", eps=1e-6, platform="tpu", device_fingerprint="tpu:tpu_v5")
@@ -35,3 +39,36 @@ def test_the_message_says_which_chip_and_how_to_name_it():
     assert need.doubt(64 * MIB, CALL).endswith("a kernel may take 67108864 on this chip.")
     assert "on every TPU. The chip is unknown; to name it, lower the program" in need.doubt(64 * MIB, UNKNOWN)
     assert need.fault(40 * MIB, CALL) is need.doubt(80 * MIB, UNKNOWN) is None
+
+
+def lowered(implementation, query, mapped=()):
+    """Return the program of a forward call for TPUs, under `vmap` over axes of these sizes."""
+    operands, rules = Operands(query, query, query), Rules(scale=0.1, right=0)
+    params = implementation.heuristic(describe(operands, rules, platform="tpu", fingerprint="tpu:tpu_v5"))
+
+    def run(given):
+        return implementation.attend(given, rules, params)
+
+    for size in mapped:
+        run = jax.vmap(run)
+        operands = jax.tree.map(lambda x, size=size: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), operands)
+    return jax.jit(run).trace(operands).lower(lowering_platforms=("tpu",)).as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [1024, 4096])
+@pytest.mark.parametrize("implementation", [PallasTpu(), Splash()], ids=["pallas_tpu", "splash"])
+def test_the_operands_and_results_of_long_calls_are_in_hbm(implementation, length):
+    """XLA would keep some of them in vector memory, where a kernel has no windows for them."""
+    text = lowered(implementation, jax.ShapeDtypeStruct((1, length, 4, 128), "bfloat16"))
+    for arrays in ("input", "output"):
+        assert (f"{arrays}_memory_space_colors" in text) is (length == 4096)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mapped", [(1,), (2, 1)], ids=str)
+@pytest.mark.parametrize("implementation", [PallasTpu(), Splash()], ids=["pallas_tpu", "splash"])
+def test_a_long_call_under_vmap_is_one_kernel_with_arrays_in_hbm(implementation, mapped):
+    """JAX squeezes an axis of one example, which it cannot for an array that is known to be in HBM."""
+    text = lowered(implementation, jax.ShapeDtypeStruct((1, 4096, 4, 128), "bfloat16"), mapped)
+    assert text.count("input_memory_space_colors") == text.count("@tpu_custom_call") == 1

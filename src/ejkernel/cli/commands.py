@@ -231,7 +231,7 @@ def _check_together(options: dict[str, Any]) -> None:
 def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
     if bool(options["target"]) == bool(options["shapes"]):
         raise click.UsageError("--compile-only needs either MODULE:FUNCTION or --shapes.")
-    if output is None:
+    if output is None and not options["dry_run"]:
         raise click.UsageError("--compile-only needs --output, a folder for the bundle.")
     _check_unused(options, "--compile-only", "cache", *(() if options["dry_run"] else ("as_json",)))
     if device != "here" and not options["in_process"]:
@@ -239,7 +239,7 @@ def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
     from ejkernel.cli.elsewhere import run_compile
     from ejkernel.cli.tune import TuneOptions
 
-    run_compile(TuneOptions(**options), device, output)
+    run_compile(TuneOptions(**options), device, output or Path())  # a dry run writes nothing
     return 0
 
 

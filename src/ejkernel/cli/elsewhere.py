@@ -26,6 +26,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.errors import ConfigError, TuningError
 from ejkernel.ops.execution.targeted import Preparation
 from ejkernel.ops.utils.error_text import printable
+from ejkernel.ops.utils.fingerprint import name_of_device
 from ejkernel.ops.utils.formatting import arguments, compact, counted
 from ejkernel.ops.utils.storage.serialize import to_data
 
@@ -107,7 +108,9 @@ def _list(options: TuneOptions, found: Found, preparation: Preparation) -> None:
             click.echo(f"  {printable(compact(config))}")
     doing = "estimated" if preparation.folder is None else "compiled"
     count = counted(sum(len(configs) for _, configs in planned), "candidate")
-    messages().print(f"{count} of {counted(len(planned), 'call')} would be {doing} for {preparation.aim.fingerprint}")
+    messages().print(
+        f"{count} of {counted(len(planned), 'call')} would be {doing} for {name_of_device(preparation.aim.fingerprint)}"
+    )
 
 
 def _sets(found: Found) -> Sequence[Sequence[SharedCall]]:

@@ -28,6 +28,7 @@ from ejkernel.ops.execution.executor import default_executor
 from ejkernel.ops.execution.explain import Explanation, explain_call
 from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.error_text import printable
+from ejkernel.ops.utils.fingerprint import name_of_device
 from ejkernel.ops.utils.formatting import compact, counted
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.storage.serialize import to_data
@@ -98,7 +99,7 @@ def run_explain(
     if found.empty and not found.calls:
         raise TuningError(found.empty)
     where = with_cache(target or "--missed", cache)
-    click.echo(counts_in_words(explained, where, "" if device == "here" else aim.fingerprint), err=True)
+    click.echo(counts_in_words(explained, where, target_name), err=True)
 
 
 def _key_of(why: Explanation) -> ConfigKey:
@@ -226,7 +227,7 @@ def run_list(imports: Sequence[str], *, as_json: bool, device: str = "here") -> 
         ]
         report.echo_json({"device": aim, "implementations": found, "published": published})
         return
-    click.echo(f"On {aim}:", err=True)
+    click.echo(f"On {name_of_device(aim)}:", err=True)
     cells = [(name, one, "no" if reason else "yes", _in_brief(one, reason, aim)) for name, one, reason in rows]
     runs = "runs here" if device == "here" else "runs there"
     click.echo(report.table(("operation", "implementation", runs, "why not"), cells))
@@ -237,7 +238,9 @@ def run_list(imports: Sequence[str], *, as_json: bool, device: str = "here") -> 
 
 def _in_brief(implementation: str, reason: str, device: str) -> str:
     """Return a reason without the names of the implementation and the device, which stand beside it."""
-    return reason.removeprefix(f"implementation={implementation!r} ").partition(f", and this call is for {device};")[0]
+    return reason.removeprefix(f"implementation={implementation!r} ").partition(
+        f", and this call is for {name_of_device(device)};"
+    )[0]
 
 
 def implementations_on(device: str) -> list[tuple[str, str, str]]:

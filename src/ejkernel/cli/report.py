@@ -18,6 +18,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils import formatting
 from ejkernel.ops.utils.error_text import printable_json
+from ejkernel.ops.utils.fingerprint import name_of_device
 from ejkernel.ops.utils.formatting import arguments, compact, counted, terminal_width, text_table
 from ejkernel.ops.utils.storage.serialize import to_data
 
@@ -59,7 +60,7 @@ def found(target: str, calls: Sequence[Invocation[Any, Any]], device: str, times
     least = "" if all(inv.key in times for inv in calls) else "at least "
     runs = f", made {least}{every} times in a run" if every > len(calls) else ""
     kinds = f"{forward} forward and {len(calls) - forward} backward"
-    return f"{target}: {calls_found}, {kinds}{runs}, on {device}{_cores(device)}{unused}"
+    return f"{target}: {calls_found}, {kinds}{runs}, on {name_of_device(device)}{_cores(device)}{unused}"
 
 
 def _cores(device: str) -> str:

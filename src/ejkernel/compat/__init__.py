@@ -29,11 +29,13 @@ from ejkernel.compat.kernels import simulated_races as simulated_races
 from ejkernel.compat.kernels import store_as_it_is as store_as_it_is
 from ejkernel.compat.kernels import tpu_ragged_paged_attention as tpu_ragged_paged_attention
 from ejkernel.compat.kernels import tuned_ragged_blocks as tuned_ragged_blocks
-from ejkernel.compat.kernels import unchecked as unchecked
 from ejkernel.compat.kernels import uniform as uniform
 from ejkernel.compat.kernels import widened_bfloat16 as widened_bfloat16
 from ejkernel.compat.kernels import widened_in_order as widened_in_order
 from ejkernel.compat.kernels import widened_pairs as widened_pairs
+from ejkernel.compat.launches import KernelMemory as KernelMemory
+from ejkernel.compat.launches import launched as launched
+from ejkernel.compat.launches import unchecked as unchecked
 from ejkernel.compat.partitioning import AskedToSplit as AskedToSplit
 from ejkernel.compat.partitioning import LogicalMesh as LogicalMesh
 from ejkernel.compat.partitioning import ShardingTypeError as ShardingTypeError

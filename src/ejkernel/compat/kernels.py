@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -13,10 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from ejkernel.compat.launches import KernelMemory, launched, unchecked
 from ejkernel.compat.programs import is_partitioned
-from ejkernel.compat.tracing import varying_axes
 
 
 class CudnnLengths(NamedTuple):
@@ -318,7 +316,7 @@ def ragged_dot_mgpu(lhs: Any, rhs: Any, group_sizes: Any, **layout: Any) -> Any:
 
 
 def megablox_product(
-    lhs: Any, rhs: Any, sizes: Any, *, dtype: str, memory: int, interpret: bool = False, **layout: Any
+    lhs: Any, rhs: Any, sizes: Any, *, dtype: str, memory: KernelMemory, interpret: bool = False, **layout: Any
 ) -> Any:
     """Return the grouped product of JAX's TPU kernel; rows outside every group are uninitialised.
 
@@ -326,25 +324,33 @@ def megablox_product(
         lhs, rhs: The operands, varying over the same axes under `shard_map`.
         sizes: int32; the number of rows before the first matrix's group, then the rows of each group.
         dtype: The dtype of the result.
-        memory: The limit on vector memory, in bytes.
+        memory: Where its arrays are.
         interpret: Whether to run the kernel in the interpreter.
         **layout: `tiling`, whose rows must divide the number of rows, and `transpose_rhs`.
     """
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     how = {"preferred_element_type": jnp.dtype(dtype), "interpret": interpret, "group_offset": jnp.int32(1), **layout}
-    return unchecked(lambda: limited(functools.partial(inspect.unwrap(gmm), **how), (lhs, rhs, sizes), memory), lhs)
+    return unchecked(lambda: launched(functools.partial(inspect.unwrap(gmm), **how), (lhs, rhs, sizes), memory), lhs)
 
 
 def megablox_weights_gradient(
-    lhs: Any, rhs: Any, sizes: Any, *, count: int, dtype: str, memory: int, interpret: bool = False, **layout: Any
+    lhs: Any,
+    rhs: Any,
+    sizes: Any,
+    *,
+    count: int,
+    dtype: str,
+    memory: KernelMemory,
+    interpret: bool = False,
+    **layout: Any,
 ) -> Any:
     """Return the weight gradient of each group from JAX's TPU kernel; see `megablox_product`."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     how = {"preferred_element_type": jnp.dtype(dtype), "interpret": interpret, "group_offset": jnp.int32(1), **layout}
     run = functools.partial(inspect.unwrap(tgmm), num_actual_groups=count, **how)
-    return unchecked(lambda: limited(run, (lhs.swapaxes(0, 1), rhs, sizes), memory), lhs)
+    return unchecked(lambda: launched(run, (lhs.swapaxes(0, 1), rhs, sizes), memory), lhs)
 
 
 def tpu_ragged_paged_attention(
@@ -377,8 +383,9 @@ def tpu_ragged_paged_attention(
     pages, queries = blocks
     how: dict[str, Any] = {"sm_scale": scale, "sliding_window": window, "soft_cap": soft_cap}
     how |= {"num_kv_pages_per_block": pages, "num_queries_per_block": queries}
-    run: Any = module.ragged_paged_attention
-    return unchecked(lambda: run(q, kv_pages, kv_lengths, page_table, query_offsets, count, **how), q)
+    run = functools.partial(inspect.unwrap(module.ragged_paged_attention), **how)
+    args = (q, kv_pages, kv_lengths, page_table, query_offsets, count)
+    return unchecked(lambda: launched(run, args, KernelMemory(None, in_hbm=True)), q)
 
 
 def tuned_ragged_blocks() -> Iterator[tuple[str, tuple[Any, ...], tuple[int, int]]]:
@@ -389,33 +396,3 @@ def tuned_ragged_blocks() -> Iterator[tuple[str, tuple[Any, ...], tuple[int, int
     for chip, blocks in tuned_block_sizes.TUNED_BLOCK_SIZES.items():
         for device in devices.get(chip, ()):
             yield from ((device, sizes, found) for sizes, found in blocks.items())
-
-
-def limited(run: Callable[..., Any], args: tuple[Any, ...], memory: int) -> Any:
-    """Return `run(*args)` with a limit on the vector memory of its kernel, which JAX's functions do not take."""
-    traced, shape = jax.make_jaxpr(run, return_shape=True)(*args)
-    equations = [_with_limit(one, memory) if one.primitive.name == "pallas_call" else one for one in traced.eqns]
-    program = jaxpr_as_fun(ClosedJaxpr(traced.jaxpr.replace(eqns=equations), traced.consts))
-    # inside of `jit`, the equations are not checked again after `unchecked`
-    return jax.tree.unflatten(jax.tree.structure(shape), jax.jit(program)(*jax.tree.leaves(args)))
-
-
-def _with_limit(equation: Any, memory: int) -> Any:
-    own = dataclasses.replace(equation.params["compiler_params"], vmem_limit_bytes=memory)
-    return equation.replace(params=equation.params | {"compiler_params": own})
-
-
-def unchecked(compute: Callable[[], Any], like: Any) -> Any:
-    """Run a kernel that does not declare the mesh axes of its results; they vary over the axes of `like`.
-
-    64-bit mode is off during the call, because the kernels use 32-bit indices.
-    """
-    from jax._src import config
-
-    axes = tuple(sorted(varying_axes(like)))
-    with jax.enable_x64(False):
-        if not axes:
-            return compute()
-        with config._check_vma(False):
-            out = compute()
-    return jax.lax.pcast(out, axes, to="varying")

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.compat.kernels import limited, unchecked
+from ejkernel.compat.launches import KernelMemory, launched, unchecked
 
 # The logit of a hidden key, `DEFAULT_MASK_VALUE` of the kernels.
 HIDDEN_LOGIT = -0.7 * float(np.finfo(np.float32).max)
@@ -50,7 +50,7 @@ def splash_forward(
     mask: SplashMask,
     blocks: SplashBlocks,
     soft_cap: float | None,
-    memory: int,
+    memory: KernelMemory,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the output `[heads, queries, value_dim]` and the log-sum-exp `[heads, queries]` of one example.
@@ -61,13 +61,13 @@ def splash_forward(
         mask: The static mask.
         blocks: They divide the lengths.
         soft_cap: See `flash_attention`.
-        memory: The limit on vector memory, in bytes.
+        memory: Where its arrays are.
         interpret: Whether to run the kernel in the interpreter.
     """
     kernel = _kernel(mask, blocks, None, soft_cap, interpret)
     given = (kernel.fwd_mask_info, *arrays, _segment_ids(segments), None)
     run = functools.partial(_kernels()._splash_attention_forward, **kernel.kwargs)
-    out, residuals = unchecked(lambda: limited(run, given, memory), arrays[0])
+    out, residuals = unchecked(lambda: launched(run, given, memory), arrays[0])
     lse = residuals["logsumexp"] if isinstance(residuals, dict) else residuals[0]
     return out, lse
 
@@ -80,7 +80,7 @@ def splash_backward(
     blocks: SplashBlocks,
     of: str,
     soft_cap: float | None,
-    memory: int,
+    memory: KernelMemory,
     interpret: bool = False,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
     """Return the gradients of query, key and value that one kernel computes for one example.
@@ -106,11 +106,11 @@ def splash_backward(
     if of == "query":
         sizes: dict[str, Any] = {"bq": blocks.queries, "bkv": blocks.keys}
         run = functools.partial(splash._splash_attention_bwd_dq, mask_info=info, **sizes, **common)
-        return unchecked(lambda: limited(run, given, memory), query), None, None
+        return unchecked(lambda: launched(run, given, memory), query), None, None
     sizes = {"bq": blocks.queries, "bkv": blocks.keys, "bkv_compute": blocks.compute}
     sizes["use_fused_bwd_kernel"] = of == "all"
     run = functools.partial(splash._splash_attention_bwd_dkv, mask_info=info, **sizes, **common)
-    found: tuple[Any, Any, Any] = unchecked(lambda: limited(run, given, memory), query)
+    found: tuple[Any, Any, Any] = unchecked(lambda: launched(run, given, memory), query)
     return found
 
 

@@ -9,13 +9,19 @@ memory free. The compiler decides about the rest, while tuning.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+import functools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from typing import Any, NamedTuple
 
+from ejkernel import compat
 from ejkernel.ops.implementation import OperationCall
 
 LANES = 128  # elements of a vector register's row
 USUAL_LIMIT = 16 << 20  # bytes that a kernel may take by default
+_LONG = 6 << 20  # bytes of arrays from which they are in HBM
 # The compiler's default limits for other chips.
 _LIMITS = {"tpu:tpu_v6_lite": 32 << 20, "tpu:tpu7x": 32 << 20}
 # Vector memory of chips, in bytes.
@@ -26,11 +32,16 @@ _MEMORY = {
     "tpu:tpu7x": 64 << 20,
 }
 _SCHEDULES = 1.02  # kernels of one form may take this much more if XLA keeps some of their arrays
+_UNTUNED = 27  # 32nds of the memory for untuned calls
 _LEAST = 16 << 20  # limit and memory of a v4
 _UNKNOWN = (
     "every TPU. The chip is unknown; to name it, lower the program for arguments with the sharding of a device of a "
     "topology (jax.experimental.topologies)."
 )
+
+
+# Chips with a matrix unit 256 wide.
+WIDE_UNITS = ("tpu:tpu_v6_lite", "tpu:tpu7x")
 
 
 class Need(NamedTuple):
@@ -86,6 +97,30 @@ class Parts(NamedTuple):
         return Need(self.least, max(self.least, most))
 
 
+@functools.cache
+def compiled() -> dict[str, int]:
+    """Return the bytes of intermediate values in kernels of common calls, by form: see `Parts`.
+
+    Written by `python -m benchmarks.memory_tpu_fit table`.
+    """
+    file = resources.files("ejkernel") / "data" / "compiled" / "tpu.json"
+    found: dict[str, int] = json.loads(file.read_text(encoding="utf-8"))["bytes"]
+    return found
+
+
+def form_of(call: OperationCall, *words: str) -> str:
+    """Return the name of a kernel in the table of compiled figures; empty if the chip is not known."""
+    return ", ".join(filter(None, (call.device_fingerprint, *words))) if call.device_fingerprint else ""
+
+
+def with_chips(call: OperationCall, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return sizes, and the same for each chip alone: the compiler keeps different shares of them."""
+    own = dict(sizes)
+    for chip in ("tpu:tpu_v5_lite", "tpu:tpu_v6_lite"):
+        own |= {f"{name}, {chip}": size * (call.device_fingerprint == chip) for name, size in sizes.items()}
+    return own
+
+
 def limit_of(call: OperationCall, *, surely: bool = False) -> int:
     """Return the bytes of vector memory that a kernel may take by the compiler's default; see `memory_of`."""
     return _of_chip(call, _LIMITS, surely)
@@ -111,15 +146,28 @@ def _of_chip(call: OperationCall, sizes: Mapping[str, int], surely: bool) -> int
 
 def untuned_of(call: OperationCall) -> int:
     """Return the most bytes by the upper estimate for an untuned call; kernels that take 18 % more still fit."""
-    return memory_of(call, surely=True) * 27 // 32
+    return memory_of(call, surely=True) * _UNTUNED // 32
 
 
-def limit_to_pass(need: Need) -> int:
-    """Return the limit to pass to the compiler: twice the estimate, which may be too low.
+def usual_of(call: OperationCall) -> int:
+    """Return the same for a kernel with the compiler's default limit."""
+    return limit_of(call, surely=True) * _UNTUNED // 32
 
-    The compiler accepts a limit above the chip's memory, and refuses a kernel that takes more than there is.
+
+def memory_to_pass(need: Need, arrays: Iterable[Any]) -> compat.KernelMemory:
+    """Return the memory of a kernel's launch.
+
+    The limit is twice the estimate, which may be too low. The compiler accepts a limit above the chip's memory, and
+    refuses a kernel that takes more than there is. If its arrays are long, all of them are in HBM, so that a kernel
+    takes the same in every program. XLA would keep some in vector memory: simulated attention of 2,048 positions gains
+    3 to 6 % by that, but a whole program of 1,024 positions and 8 heads 24 %.
+
+    Args:
+        need: The estimate.
+        arrays: The largest operands.
     """
-    return max(USUAL_LIMIT, 2 * need.most)
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+    return compat.KernelMemory(max(USUAL_LIMIT, 2 * need.most), in_hbm=size >= _LONG)
 
 
 def larger(*needs: Need) -> Need:

@@ -16,6 +16,7 @@ from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.core.hooks import warn_of_misspelt_hooks
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
 from ejkernel.ops.utils.error_text import error_text, example_text
+from ejkernel.ops.utils.fingerprint import TPU_NAMES, name_of_device
 from ejkernel.ops.utils.messages.names import NamedFields, did_you_mean
 from ejkernel.ops.utils.services import Shown
 
@@ -44,6 +45,11 @@ class OperationCall:
     partitioned: bool = False
     examples: int = 1
     default_precision: str | None = None
+
+    @property
+    def place(self) -> str:
+        """The device or platform in messages."""
+        return name_of_device(self.device_fingerprint) or str(self.platform)
 
     @property
     def features(self) -> frozenset[str]:
@@ -253,7 +259,8 @@ class Implementations(Mapping[str, Implementation[Any]]):
         if not platforms or platform in (None, *platforms):
             return ""
         wanted = " or ".join(kind.upper() for kind in platforms)
-        return f"implementation={name!r} needs a {wanted}, and this call is for {device or platform}."
+        here = TPU_NAMES.get(device or "", device or platform)
+        return f"implementation={name!r} needs a {wanted}, and this call is for {here}."
 
     def loadable(self, names: Iterable[str]) -> list[Implementation[Any]]:
         """Return those named implementations that can be imported here."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._vector_memory import Need, limit_to_pass, memory_of, untuned_of
+from ejkernel.kernels._vector_memory import Need, memory_of, memory_to_pass, untuned_of
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, AttentionCall, Operands, Rules
 from ejkernel.kernels.flash_attention.pallas_tpu import choices, launch
 from ejkernel.kernels.flash_attention.pallas_tpu.implementation import PallasTpu
@@ -153,8 +153,8 @@ def test_the_heuristic_fits_in_the_memory_of_every_chip(length, chip, backward):
 
 def test_the_heuristic_takes_parameters_whose_upper_estimate_is_a_little_above_the_share():
     """Those of the simulated sweeps; the compiler reports less than the estimate."""
-    heads = {"query": (1, 4096, 1, 192), "key": (1, 4096, 1, 192), "value": (1, 4096, 1, 192)}
-    call = dataclasses.replace(call_of(4096, CHIPS[2], True, right=0), **heads)
+    heads = {"query": (1, 8192, 1, 192), "key": (1, 8192, 1, 192), "value": (1, 8192, 1, 128)}
+    call = dataclasses.replace(call_of(8192, CHIPS[2], True, right=0), **heads)
     assert 3 * memory_of(call) // 4 < choices.needed(call, PallasTpu().heuristic(call)).most <= untuned_of(call)
     assert PallasTpu().heuristic(call).block_kv == 2048
 
@@ -173,7 +173,7 @@ def test_parameters_that_exceed_the_memory_are_refused_with_the_sizes():
     assert choices.needed(call, BackwardParams()).least > memory_of(call)
 
 
-# Bytes that Google's compiler used, libtpu 0.0.48.1; benchmarks/results/memory_tpu.json has more.
+# Bytes that Google's compiler used, libtpu 0.0.48.1; benchmarks/results/memory_tpu_fitted.json has more.
 COMPILED = {
     "unrolled chunks": (17_448_960, Rules(scale=0.1), ForwardParams(block_q=1024, chunk=512, unroll=4)),
     "strips of causal attention": (
@@ -190,11 +190,11 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_estimates_of_memory_are_up_to_20_percent_above_the_compilers(name):
+def test_estimates_of_memory_are_up_to_25_percent_above_the_compilers(name):
     used, rules, params = COMPILED[name]
     call = dataclasses.replace(call_of(8192, CHIPS[1], False), rules=rules)
     need = choices.needed(call, params)
-    assert need.least <= used <= need.most <= 1.2 * used
+    assert need.least <= used <= need.most <= 1.25 * used
 
 
 def test_the_estimate_of_a_common_kernel_is_the_compilers_figure():
@@ -316,9 +316,15 @@ def test_estimates_of_memory_depend_on_what_a_kernel_reads():
     assert 2**21 <= saved < 2.1 * 2**20
 
 
-def test_the_compilers_limit_has_a_margin_above_the_estimate():
-    assert limit_to_pass(Need(0, 2**20)) == limit_to_pass(Need(0, 2**23)) == 2**24
-    assert limit_to_pass(Need(0, 2**25)) == 2**26
+@pytest.mark.parametrize(("estimate", "limit"), [(2**20, 2**24), (2**23, 2**24), (2**25, 2**26)])
+def test_the_compilers_limit_has_a_margin_above_the_estimate(estimate, limit):
+    assert memory_to_pass(Need(0, estimate), []).limit == limit
+
+
+@pytest.mark.parametrize(("length", "in_hbm"), [(1024, False), (2048, True)])
+def test_only_long_arrays_are_kept_out_of_vector_memory(length, in_hbm):
+    query, key = (jax.ShapeDtypeStruct((1, length, heads, 128), "bfloat16") for heads in (8, 2))
+    assert memory_to_pass(Need(0, 0), [query, key, key]).in_hbm is in_hbm
 
 
 def test_the_space_of_float32_has_no_large_tiles():

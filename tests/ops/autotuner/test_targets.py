@@ -70,6 +70,12 @@ def test_an_unknown_target_is_an_error_with_the_known_ones(name):
         Target.named(name)
 
 
+@pytest.mark.parametrize(("name", "meant"), [("tpu_v7", "tpu7x"), ("v6", "tpu_v6e"), ("h200", "nvidia_h200")])
+def test_the_suggested_target_has_the_number_of_the_unknown_one(name, meant):
+    with pytest.raises(ConfigError, match=f"got '{name}'; did you mean '{meant}'"):
+        Target.named(name)
+
+
 def test_here_is_this_process_s_device():
     here = Target.named("here")
     assert here == Target("here", device_fingerprint())

@@ -83,7 +83,7 @@ def test_candidates_are_compiled_into_a_bundle(tmp_path):
             {"target": "tpu_v6e"},
             r"cannot be measured here: .*cpu:.* Pass estimate=True for .* output='FOLDER'",
         ),
-        ({"target": "nvidia_h200"}, r"cannot be measured here: .*nvidia_h200\. Pass output='FOLDER'"),
+        ({"target": "nvidia_h200"}, r"target='nvidia_h200' cannot be measured here: .*cpu:.*\. Pass output='FOLDER'"),
         ({"target": "here"}, "leave out target to measure"),
         ({"target": "tpu_v6e", "estimate": True, "output": "x"}, "exclude each other"),
         ({"target": "tpu_v4", "estimate": True}, "estimates need one of the targets"),

@@ -19,6 +19,7 @@ from ejkernel.ops.utils.fingerprint import (
     device_kind,
     get_device_platform,
     has_mosaic_gpu,
+    name_of_device,
     platform_fingerprint,
     platform_kind,
     sharding_fingerprint,
@@ -124,6 +125,18 @@ def lowered_for(*devices, local=()):
     backend = types.SimpleNamespace(devices=lambda: devices, local_devices=lambda: local)
     module = types.SimpleNamespace(platforms=("tpu",), axis_context=None, backend=backend)
     return types.SimpleNamespace(module_context=module)
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "name"),
+    [
+        ("tpu:tpu_v6_lite", "tpu_v6e"),
+        ("tpu:tpu7x", "tpu7x"),
+        *((name, name) for name in ("tpu:unknown", "gpu:nvidia_h200", "")),
+    ],
+)
+def test_messages_name_a_tpu_as_a_target(fingerprint, name):
+    assert name_of_device(fingerprint) == name
 
 
 def test_a_program_lowered_for_a_device_of_another_machine_has_that_devices_name():

@@ -47,7 +47,7 @@ def unavailable(call: OperationCall, arrays: str, others: str, name: str = "mosa
     if call.platform not in (None, "gpu") or (device and not _HOPPER.search(device)):
         return (
             f"implementation={name!r} needs a Hopper GPU, such as an H100 or H200, and this call is for "
-            f"{device or call.platform}; use {others}."
+            f"{call.place}; use {others}."
         )
     missing = compat.mosaic_gpu_reason()  # after the device: a package would not help on another device
     if missing is not None:

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ejkernel.kernels._spilled import WEIGHTS
 from ejkernel.kernels._varying import unify_varying
-from ejkernel.kernels._vector_memory import LANES, Need, limit_of, up
+from ejkernel.kernels._vector_memory import LANES, Need, Parts, compiled, form_of, limit_of, up, usual_of, with_chips
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.messages.names import NamedFields
@@ -58,8 +59,7 @@ class Pallas(Implementation[CallT], Generic[CallT]):
     def unsupported(self, call: CallT) -> str | None:
         """Return why the kernels do not support `call`, with an alternative; `None` if they do."""
         if call.platform not in (None, "tpu"):
-            device = call.device_fingerprint or call.platform
-            return f"implementation='pallas' needs a TPU, and this call is for {device}; use 'xla'."
+            return f"implementation='pallas' needs a TPU, and this call is for {call.place}; use 'xla'."
         if not is_known(call.all_rows, call.dim) or not call.rows:
             return "it needs a known number of rows, at least 1; use 'xla'."
         if call.dtype not in _TILE:
@@ -84,7 +84,7 @@ class Pallas(Implementation[CallT], Generic[CallT]):
 
     def doubt(self, call: CallT, params: PallasParams) -> str | None:
         """See `Implementation`."""
-        return self.params_fault(call, params) or memory(call, params).doubt(limit_of(call, surely=True), call)
+        return self.params_fault(call, params) or memory(call, params).doubt(usual_of(call), call)
 
     def heuristic(self, call: CallT) -> PallasParams:
         """Return the largest block of `space` that surely fits in memory."""
@@ -140,17 +140,28 @@ class Pallas(Implementation[CallT], Generic[CallT]):
 
 
 def memory(call: RowNormCall, params: PallasParams) -> Need:
-    """Return the bytes of vector memory: two buffers per window of rows, columns, vectors and float32 intermediates.
+    """Return the bytes of vector memory."""
+    return parts_of(call, params).need(WEIGHTS, compiled())
 
-    In 130 kernels compiled for v5e and v6e, these were up to 1.4 values per element forward, and 3.0 backward. A value
-    per row takes a register's row.
+
+def parts_of(call: RowNormCall, params: PallasParams) -> Parts:
+    """Return the memory of a kernel by its causes.
+
+    There are two buffers of each window of rows, and of columns, where a value per row takes a register's row. What the
+    compiler keeps of the float32 values of a block depends on its schedule.
     """
-    dim, size = up(call.dim), jnp.dtype(call.dtype).itemsize
+    dim, size, is_centred = up(call.dim), jnp.dtype(call.dtype).itemsize, call.formula.centred
     arrays = (3 if call.backward else 2) + (1 if call.backward else 2) * call.residual
-    columns = (2 * 2 + (2 if call.backward else 0)) * 4 * LANES * params.block_rows
-    vectors = 2 * 4 * _SUMS * dim * (4 if call.backward else 2)
     least = params.block_rows * dim * 2 * size * arrays
-    return Need(least, least + params.block_rows * dim * (20 if call.backward else 8) + columns + vectors)
+    columns = 2 * (1 + is_centred) * 4 * LANES * params.block_rows
+    words = ["layer norm" if is_centred else "rms norm", "backward" if call.backward else "forward"]
+    words += ["residual"] * call.residual + ["float32"] * (size == 4)
+    sizes = with_chips(call, {"values": params.block_rows * dim, "row": _SUMS * dim})
+    sizes |= {"rows": params.block_rows * LANES, "constant": LANES * LANES}
+    kind = ", ".join(words)
+    masked = "masked" if call.backward and call.rows % params.block_rows else ""
+    form = form_of(call, kind, str(call.dim), f"block {params.block_rows}", masked, str(call.formula.weight))
+    return Parts(least, least + columns, kind, sizes, form)
 
 
 def _given(vectors: Sequence[Any]) -> list[Any]:

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from ejkernel import compat
-from ejkernel.kernels._vector_memory import LANES, Need, Parts, larger, up
+from ejkernel.kernels._vector_memory import LANES, WIDE_UNITS, Need, Parts, compiled, form_of, larger, up
 
 from ._splash_weights import WEIGHTS
-from ._tpu import WIDE_UNITS, compiled
 from .common import AttentionCall
 
 _INTERNAL = 72 << 10  # bytes of the compiler's internal scratch array
@@ -66,17 +65,15 @@ def parts_of(call: AttentionCall, name: str, blocks: Blocks) -> Parts:
 
 
 def _form(call: AttentionCall, name: str, block: compat.SplashBlocks) -> str:
-    """Return the name of a kernel in the table of compiled figures; empty if the chip is not known."""
-    if not call.device_fingerprint:
-        return ""
+    """Return the name of a kernel in the table of compiled figures."""
     rules, steps = call.rules, (-(-call.query[1] // block.queries), -(-call.key[1] // block.keys))
-    words = [call.device_fingerprint, f"splash {name}", f"{call.query[3]}/{call.value[3]}", str(call.dtype)]
+    words = [f"splash {name}", f"{call.query[3]}/{call.value[3]}", str(call.dtype)]
     words += [f"blocks {'/'.join(map(str, block))}", f"sees {rules.left}/{rules.right}"]
     words += ["" if call.query[1] == call.key[1] else "offset", "" if rules.soft_cap is None else "capped"]
     words += ["grouped" if call.query[2] > call.key[2] and name in ("keys", "fused") else ""]
     is_padded = call.query[1] % block.queries or call.key[1] % block.keys
     words += ["ids" if _has_ids(call, block) else "", "padded" if is_padded else ""]
-    return ", ".join(filter(None, [*words, f"steps {min(steps[0], 2)}/{min(steps[1], 2)}"]))
+    return form_of(call, *words, f"steps {min(steps[0], 2)}/{min(steps[1], 2)}")
 
 
 def _sizes(call: AttentionCall, block: compat.SplashBlocks) -> dict[str, int]:

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import functools
-import json
-from importlib import resources
 from typing import Any
 
 from ejkernel.kernels._vector_memory import LANES
@@ -14,27 +11,13 @@ from ejkernel.ops.utils.values.signature import is_known
 
 from .common import AttentionCall
 
-# Chips with a matrix unit 256 wide.
-WIDE_UNITS = ("tpu:tpu_v6_lite", "tpu:tpu7x")
 _DTYPES = ("bfloat16", "float32")
-
-
-@functools.cache
-def compiled() -> dict[str, int]:
-    """Return the bytes of intermediate values in kernels of common calls, by form: see `Parts`.
-
-    Written by `python -m benchmarks.memory_tpu_compiled`.
-    """
-    file = resources.files("ejkernel") / "data" / "compiled" / "attention_tpu.json"
-    found: dict[str, int] = json.loads(file.read_text(encoding="utf-8"))["bytes"]
-    return found
 
 
 def unsupported_reason(call: AttentionCall, name: str) -> str | None:
     """Return why the kernels of implementation `name` do not take `call`, and an alternative; `None` if they may."""
     if call.platform not in (None, "tpu"):
-        device = call.device_fingerprint or call.platform
-        return f"implementation={name!r} needs a TPU, and this call is for {device}; use 'xla'."
+        return f"implementation={name!r} needs a TPU, and this call is for {call.place}; use 'xla'."
     sizes = (*call.query, *call.key, *call.value)
     if not is_known(*sizes) or 0 in sizes:
         return f"{name!r} needs lengths and heads that are known and not 0; use 'xla'."

@@ -120,8 +120,7 @@ def platform_reason(call: AttentionCall, name: str = "cudnn", *, hopper: bool = 
     too_old = _TOO_OLD.search(device) or (hopper and device and not is_hopper_or_later(device))
     if call.platform not in (None, "gpu") or _AMD.search(device) or too_old:
         wanted = "Hopper (H100) or later" if hopper else "Ampere (A100) or later"
-        where = f"this call is for {device or call.platform}"
-        return f"implementation={name!r} needs an NVIDIA GPU, {wanted}, and {where}; use 'xla'."
+        return f"implementation={name!r} needs an NVIDIA GPU, {wanted}, and this call is for {call.place}; use 'xla'."
     if call.backward and call.deterministic and not settings.deterministic_ops():
         return (
             "deterministic is available with cuDNN's gradient only for a whole process, with "

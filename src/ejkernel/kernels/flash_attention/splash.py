@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.kernels._varying import unify_varying
-from ejkernel.kernels._vector_memory import LANES, limit_to_pass, memory_of, untuned_of
+from ejkernel.kernels._vector_memory import LANES, memory_of, memory_to_pass, untuned_of
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.messages.names import NamedFields
@@ -166,7 +166,7 @@ class Splash(AttentionImplementation):
             mask=sizes.mask(rules),
             blocks=sizes.blocks,
             soft_cap=rules.soft_cap,
-            memory=_limit(operands, rules, "forward", sizes.blocks),
+            memory=_memory(operands, rules, "forward", sizes.blocks),
         )
         out, lse = jax.vmap(run)((query, key, value), segments)
         out, lse = _heads_last(out)[:, : sizes.queries], lse[:, :, : sizes.queries]
@@ -208,10 +208,10 @@ def blocks_of(params: SplashParams | SplashBwdParams) -> dict[str, tuple[int, in
     return {"keys": blocks, "query": (params.block_q_dq, params.block_kv_dq, params.block_kv_dq)}
 
 
-def _limit(operands: Operands, rules: Rules, name: str, blocks: compat.SplashBlocks) -> int:
-    """Return the limit to pass to the compiler; the chip is unknown here, so the limit is for the largest kernels."""
+def _memory(operands: Operands, rules: Rules, name: str, blocks: compat.SplashBlocks) -> compat.KernelMemory:
+    """Return the memory of the launch; the chip is unknown here, so the limit is for the largest kernels."""
     call = describe(operands, rules, platform="tpu", fingerprint=_MOST_MEMORY)
-    return limit_to_pass(vector_memory(call, {name: blocks}))
+    return memory_to_pass(vector_memory(call, {name: blocks}), operands[:3])
 
 
 def _pull(operands: Operands, rows: tuple[Any, ...], rules: Rules, of: str, blocks: tuple[int, int, int]) -> Any:
@@ -229,7 +229,7 @@ def _pull(operands: Operands, rows: tuple[Any, ...], rules: Rules, of: str, bloc
         mask=sizes.mask(rules),
         blocks=sizes.blocks,
         soft_cap=rules.soft_cap,
-        memory=_limit(operands, rules, name, sizes.blocks),
+        memory=_memory(operands, rules, name, sizes.blocks),
     )
     found = jax.vmap(run)(arrays, segments)
     lengths = (sizes.queries, sizes.keys, sizes.keys)

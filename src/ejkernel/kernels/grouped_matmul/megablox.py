@@ -15,7 +15,18 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.kernels._varying import one_by_one
-from ejkernel.kernels._vector_memory import LANES, Need, limit_of, limit_to_pass, memory_of, untuned_of, up
+from ejkernel.kernels._vector_memory import (
+    LANES,
+    Need,
+    Parts,
+    compiled,
+    form_of,
+    limit_of,
+    memory_of,
+    memory_to_pass,
+    untuned_of,
+    up,
+)
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
@@ -30,6 +41,7 @@ _ROWS = 16  # the granularity of tiles; that of columns is `LANES`
 _COLUMNS = (128, 256, 512, 1024)
 _WHOLE = 512  # the compiler's intermediates grow only up to this tile of k
 _SLACK = 64 << 10
+_WEIGHTS = {"": {"values": 1.0}}  # the sizes are upper bounds
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +81,7 @@ class _Megablox(Implementation[GroupedMatmulCall]):
     def unsupported(self, call: GroupedMatmulCall) -> str | None:
         """Return why the kernels do not support the call, with an alternative; `None` if they do."""
         if call.platform not in (None, "tpu"):
-            device = call.device_fingerprint or call.platform
-            return f"implementation='megablox' needs a TPU, and this call is for {device}; use 'xla'."
+            return f"implementation='megablox' needs a TPU, and this call is for {call.place}; use 'xla'."
         sizes = (call.rows, call.groups, call.inner, call.columns)
         if not is_known(*sizes) or 0 in sizes:
             return "'megablox' needs m, k, n and groups that are known and not 0; use 'xla'."
@@ -95,7 +106,11 @@ class _Megablox(Implementation[GroupedMatmulCall]):
         return self.params_fault(call, params) or self.memory(call, params).doubt(untuned_of(call), call)
 
     def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> Need:
-        """Return the bytes of a product's tiles: two of each operand and result, an accumulator, and intermediates.
+        """Return the bytes of vector memory."""
+        return self.parts_of(call, params).need(_WEIGHTS, compiled())
+
+    def parts_of(self, call: GroupedMatmulCall, params: MegabloxParams) -> Parts:
+        """Return the memory of a product: two tiles of each operand and result, an accumulator, and intermediates.
 
         The compiler's intermediates grow with the tile of k: in 80 compiled kernels up to 0.8 of the accumulator, or
         somewhat more than a left operand.
@@ -105,8 +120,11 @@ class _Megablox(Implementation[GroupedMatmulCall]):
         intermediates = max(15 * m * n * min(k, _WHOLE) // (4 * _WHOLE), 5 * m * k // 2)
         windows, accumulator = 2 * (operands * k * (m + n) + out * m * n), 4 * m * n
         # with a single tile of k, the compiler may keep the accumulator in registers
-        least = windows if params.block_k >= call.inner else windows + accumulator
-        return Need(least, windows + accumulator + intermediates + _SLACK)
+        is_single = params.block_k >= call.inner
+        words = ["single" if is_single else "", "transposed" if call.transpose_rhs else ""]
+        words += ["rest" if not is_single and call.inner % params.block_k else ""]
+        least = windows if is_single else windows + accumulator
+        return _parts("product", call, (m, k, n), (least, windows + accumulator, intermediates), *words)
 
     def heuristic(self, call: GroupedMatmulCall) -> MegabloxParams:
         """Return the largest tiles that surely fit, if possible with at most the usual number of rows per group."""
@@ -152,9 +170,9 @@ class MegabloxActivation(_Megablox):
             call, lambda matrix: _product(call, lhs, matrix, groups, params, "float32"), rhs, groups, gate, row_scale
         )
 
-    def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> Need:
-        """Return the bytes of a product's tiles, with a float32 result."""
-        return super().memory(dataclasses.replace(call, out_dtype="float32"), params)
+    def parts_of(self, call: GroupedMatmulCall, params: MegabloxParams) -> Parts:
+        """Return the memory of a product with a float32 result."""
+        return super().parts_of(dataclasses.replace(call, out_dtype="float32"), params)
 
 
 class MegabloxWgrad(_Megablox):
@@ -172,28 +190,37 @@ class MegabloxWgrad(_Megablox):
                 *(lhs, rhs, _sizes(call, groups)),
                 count=call.groups,
                 dtype=call.out_dtype,
-                memory=limit_to_pass(self.memory(call, params)),
+                memory=memory_to_pass(self.memory(call, params), (lhs, rhs)),
                 tiling=tiling,
             )
 
         return one_by_one(compute, *args), ()
 
-    def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> Need:
-        """Return the bytes of its tiles: two of each operand and result, an accumulator, and masked operands.
+    def parts_of(self, call: GroupedMatmulCall, params: MegabloxParams) -> Parts:
+        """Return the memory of its tiles: two of each operand and result, an accumulator, and masked operands.
 
         The compiler keeps only a part of the masked operands, at most 0.53 of them in 60 compiled kernels.
         """
         m, (k, n) = params.block_m, (up(size) for size in _blocks(call, params))
         operands, out = (jnp.dtype(dtype).itemsize for dtype in (call.dtype, call.out_dtype))
         least = 2 * operands * m * (k + n) + (2 * out + 4) * k * n
-        return Need(least, least + 13 * m * (k + n) // 5 + _SLACK)
+        return _parts("weights", call, (m, k, n), (least, least, 13 * m * (k + n) // 5))
+
+
+def _parts(
+    name: str, call: GroupedMatmulCall, tile: tuple[int, int, int], sizes: tuple[int, int, int], *words: str
+) -> Parts:
+    """Return the memory of a kernel from its least bytes, the known ones, and the most of intermediate values."""
+    least, known, most = sizes
+    form = form_of(call, f"grouped {name}", f"{call.dtype} to {call.out_dtype}", f"tile {tile}", *words)
+    return Parts(least, known, "", {"values": (most + _SLACK) // 4}, form)
 
 
 def _product(
     call: GroupedMatmulCall, lhs: jax.Array, rhs: jax.Array, groups: Groups, params: MegabloxParams, dtype: str
 ) -> jax.Array:
     tiling = (params.block_m, *_blocks(call, params))
-    memory = limit_to_pass(Megablox().memory(dataclasses.replace(call, out_dtype=dtype), params))
+    need = Megablox().memory(dataclasses.replace(call, out_dtype=dtype), params)
 
     def compute(lhs: jax.Array, rhs: jax.Array, groups: Groups) -> jax.Array:
         sizes = _sizes(call, groups)
@@ -202,7 +229,7 @@ def _product(
         out = compat.megablox_product(
             *(_whole_tiles(lhs, params.block_m), rhs, sizes),
             dtype=dtype,
-            memory=memory,
+            memory=memory_to_pass(need, (lhs, rhs)),
             tiling=tiling,
             transpose_rhs=call.transpose_rhs,
         )

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import compat
+from ejkernel.kernels._spilled import WEIGHTS
 from ejkernel.kernels._varying import one_by_one
-from ejkernel.kernels._vector_memory import LANES, Need, limit_of, up
+from ejkernel.kernels._vector_memory import LANES, WIDE_UNITS, Need, Parts, compiled, form_of, limit_of, up, usual_of
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
@@ -27,7 +28,6 @@ from ejkernel.ops.utils.values.signature import is_known
 from .common import Operands, PagedCall, valid, within_cache
 
 _PACKING = {"float32": 1, "bfloat16": 2}  # elements in 32 bits, by supported dtype
-_MORE = 384 << 10  # bytes; kernels of small steps took up to 316 KiB more, of 144 compiled ones
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +85,7 @@ class TpuRagged(Implementation[PagedCall]):
     def unsupported(self, call: PagedCall) -> str | None:
         """Return why the kernel does not support the call, with an alternative; `None` if it does."""
         if call.platform not in (None, "tpu"):
-            device = call.device_fingerprint or call.platform
-            return f"implementation='tpu_ragged' needs a TPU, and this call is for {device}; use 'xla'."
+            return f"implementation='tpu_ragged' needs a TPU, and this call is for {call.place}; use 'xla'."
         sizes = (*call.q, *call.pages, *call.table)
         if not is_known(*sizes) or 0 in sizes:
             return "'tpu_ragged' needs sizes that are known and not 0; use 'xla'."
@@ -110,7 +109,7 @@ class TpuRagged(Implementation[PagedCall]):
 
     def doubt(self, call: PagedCall, params: TpuRaggedParams) -> str | None:
         """See `Implementation`."""
-        return vector_memory(call, params).doubt(limit_of(call, surely=True), call)
+        return vector_memory(call, params).doubt(usual_of(call), call)
 
     def preference(self, call: PagedCall) -> int:
         """Rank behind `xla`: no TPU has measured this kernel for us."""
@@ -196,18 +195,25 @@ def heads_of_block(call: PagedCall) -> tuple[int, int]:
 
 
 def vector_memory(call: PagedCall, params: TpuRaggedParams) -> Need:
-    """Return the bytes of vector memory: copies of pages and sums; and those with windows and the values of one step.
+    """Return the bytes of vector memory."""
+    return parts_of(call, params).need(WEIGHTS, compiled())
 
-    XLA may keep the few queries of a decoding step in vector memory, without windows.
-    """
+
+def parts_of(call: PagedCall, params: TpuRaggedParams) -> Parts:
+    """Return the memory of the kernel by its causes: copies of pages, sums and windows; and the values of one step."""
     heads, kv_heads = heads_of_block(call)
-    itemsize, head_dim = jnp.dtype(call.dtype).itemsize, call.pages[4]
-    queries, keys = params.block_queries, min(params.block_pages, call.table[1]) * call.pages[1]
-    cache = 2 * keys * 2 * kv_heads * head_dim * itemsize
-    windows = 2 * 2 * queries * heads * head_dim * itemsize
-    sums = queries * heads * (2 * LANES + head_dim) * 4
-    rows = queries * call.group
-    # the compiler keeps keys and values of several heads unpacked
-    unpacked = 4 if call.dtype == "float32" else 10
-    step = max(keys, LANES) * 4 * (6 * rows + unpacked * head_dim)
-    return Need(cache + sums, cache + sums + windows + step + _MORE)
+    itemsize, dim = jnp.dtype(call.dtype).itemsize, call.pages[4]
+    queries, pages = params.block_queries, min(params.block_pages, call.table[1])
+    keys, rows = pages * call.pages[1], queries * call.group
+    least = 2 * keys * 2 * kv_heads * dim * itemsize + queries * heads * (2 * LANES + dim) * 4
+    buffers = 1 if call.q[0] <= queries and call.q[1] == heads else 2  # a single step needs one
+    windows = buffers * 2 * queries * heads * dim * itemsize
+    sizes = {"scores": rows * max(keys, LANES), "rows": rows * LANES, "keys": keys * dim}
+    sizes |= {f"{name} of heads": size * kv_heads for name, size in sizes.items()}
+    sizes |= {"queries": queries * heads * dim, "constant": LANES * LANES}
+    # chips with a matrix unit 128 wide keep less of rows that fill their tiles partly
+    is_partial, is_wide = call.group & (call.group - 1), call.device_fingerprint in WIDE_UNITS
+    kind = f"paged, {call.dtype}, {'wide unit' if is_wide else 'partial' if is_partial else 'whole'}"
+    # a window or soft cap changes less than 2 %
+    form = form_of(call, kind, f"heads {heads}/{kv_heads}", f"queries {queries}", f"keys {keys}")
+    return Parts(least, least + windows, kind, sizes, form)

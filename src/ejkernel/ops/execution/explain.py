@@ -24,6 +24,7 @@ from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import UnstableKeyError
 from ejkernel.ops.utils.error_text import printable
+from ejkernel.ops.utils.fingerprint import name_of_device
 from ejkernel.ops.utils.formatting import arguments, cases, compact, counted, terminal_width, wrapped
 from ejkernel.ops.utils.meta import label
 from ejkernel.ops.utils.services import Shown
@@ -133,7 +134,7 @@ class Explanation(Shown):
         return text if count else ""
 
     def _is_elsewhere(self, reason: str) -> bool:
-        return self.key is not None and f"this call is for {self.key.device}" in reason
+        return self.key is not None and f"this call is for {name_of_device(self.key.device)}" in reason
 
 
 def _answer_text(consulted: Consulted) -> str:

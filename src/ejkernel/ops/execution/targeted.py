@@ -99,10 +99,7 @@ def _why_not_measured(aim: Target) -> str:
         pass
     else:
         others = f"estimate=True for simulated times, or {others}"
-    return (
-        f"target={aim.name!r} cannot be measured here: this process runs on {device_fingerprint()}, and the target is "
-        f"{aim.fingerprint}. Pass {others}."
-    )
+    return f"target={aim.name!r} cannot be measured here: this process runs on {device_fingerprint()}. Pass {others}."
 
 
 def shared_candidates(

@@ -11,7 +11,7 @@ import platform
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jax
 
@@ -21,6 +21,7 @@ _KINDS = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu", "cpu": "cpu"
 _DISPATCH = {"gpu": "triton", "tpu": "pallas", "cpu": "xla"}
 # JAX knows each of these chips by two names, depending on the version of libtpu.
 _SAME_CHIP = {"tpu_v5e": "tpu_v5_lite", "tpu_v5p": "tpu_v5", "tpu_v6e": "tpu_v6_lite"}
+TPU_NAMES: Final = {f"tpu:{_SAME_CHIP.get(name, name)}": name for name in (*_SAME_CHIP, "tpu_v4", "tpu7x")}
 
 
 def platform_kind(name: str) -> str:
@@ -85,6 +86,11 @@ def fingerprint_of(kind: str, chip: str) -> str:
     """Return the fingerprint of an accelerator from its kind and chip name."""
     name = _slug(chip)
     return f"{kind}:{_SAME_CHIP.get(name, name)}"
+
+
+def name_of_device(fingerprint: str) -> str:
+    """Return the name of a device in messages: its fingerprint, or that of a TPU as a target, e.g. `tpu_v6e`."""
+    return TPU_NAMES.get(fingerprint, fingerprint)
 
 
 _traced_for: contextvars.ContextVar[str] = contextvars.ContextVar("ejkernel_traced_for", default="")

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel import compat
 from ejkernel.kernels._vector_memory import LANES
 from ejkernel.kernels.flash_attention.common import Rules
 
@@ -51,7 +52,7 @@ def backward_of_keys(
     *,
     fused: bool,
     transpose: bool,
-    memory: int,
+    memory: compat.KernelMemory,
 ) -> tuple[Any, ...]:
     """Return the gradients of key and value, and before them that of the query if `fused`.
 
@@ -65,7 +66,7 @@ def backward_of_keys(
         plan: The sizes.
         fused: Whether to compute the query's gradient.
         transpose: See `BackwardParams`.
-        memory: The limit on vector memory, in bytes.
+        memory: Where the arrays are.
     """
     query, key, value = arrays[:3]
     (batch, heads, length, head_dim), groups = query.shape, key.shape[1]
@@ -78,7 +79,7 @@ def backward_of_keys(
     if fused:
         scratch.append(pltpu.VMEM((head_dim, length) if transpose else (length, head_dim), jnp.float32))
     static: dict[str, Any] = {"rules": rules, "sight": sight, "plan": plan, "shapes": shapes, "transpose": transpose}
-    found = pl.pallas_call(
+    run = pl.pallas_call(
         functools.partial(_keys_kernel, segmented=ids is not None, **static),
         name="attention_backward" if fused else "attention_backward_keys",
         grid=grid,
@@ -86,9 +87,9 @@ def backward_of_keys(
         out_specs=out_specs,
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays[:3] if fused else arrays[1:3])],
         scratch_shapes=scratch,
-        compiler_params=compiler_params(len(grid), memory),
-    )(*arrays, *(ids or ()))
-    return tuple(found)
+        compiler_params=compiler_params(len(grid)),
+    )
+    return tuple(compat.launched(run, (*arrays, *(ids or ())), memory))
 
 
 def _fused_specs(shapes: Shapes, plan: Plan) -> tuple[list[Any], list[Any]]:
@@ -248,7 +249,7 @@ def backward_of_queries(
     sight: Sight,
     plan: Plan,
     *,
-    memory: int,
+    memory: compat.KernelMemory,
 ) -> Any:
     """Return the gradient of the query; arguments as for `backward_of_keys`, with `sight` and `plan` of the forward."""
     query, key, value = arrays[:3]
@@ -259,7 +260,7 @@ def backward_of_queries(
         in_specs += id_specs(sight, plan)
     lines = pltpu.VMEM((plan.block, LANES), jnp.float32)
     scratch = [pltpu.VMEM((plan.block, head_dim), query.dtype), lines, lines]
-    return pl.pallas_call(
+    run = pl.pallas_call(
         functools.partial(_queries_kernel, rules=rules, sight=sight, plan=plan, segmented=ids is not None),
         name="attention_backward_queries",
         grid=(batch, heads, length // plan.block, plan.parts),
@@ -267,8 +268,9 @@ def backward_of_queries(
         out_specs=queries(head_dim),
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
         scratch_shapes=[*scratch, pltpu.VMEM((plan.block, head_dim), jnp.float32)],
-        compiler_params=compiler_params(4, memory),
-    )(*arrays, *(ids or ()))
+        compiler_params=compiler_params(4),
+    )
+    return compat.launched(run, (*arrays, *(ids or ())), memory)
 
 
 def _queries_kernel(*refs: Any, rules: Rules, sight: Sight, plan: Plan, segmented: bool) -> None:

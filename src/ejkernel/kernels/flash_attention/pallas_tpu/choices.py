@@ -10,8 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.kernels._vector_memory import LANES, Need, Parts, larger, memory_of, untuned_of
-from ejkernel.kernels.flash_attention._tpu import WIDE_UNITS
+from ejkernel.kernels._vector_memory import LANES, WIDE_UNITS, Need, Parts, larger, memory_of, untuned_of
 from ejkernel.kernels.flash_attention.common import AttentionCall
 
 from . import memory

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel import compat
 from ejkernel.kernels._vector_memory import LANES
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Rules
 
@@ -30,7 +31,7 @@ def forward(
     *,
     sum_by_product: bool,
     with_lse: bool,
-    memory: int,
+    memory: compat.KernelMemory,
 ) -> tuple[Any, ...]:
     """Return the output `[batch, heads, queries, value_dim]`, and the log-sum-exp `[batch, heads, 1, queries]`.
 
@@ -42,7 +43,7 @@ def forward(
         plan: The sizes.
         sum_by_product: See `ForwardParams`.
         with_lse: Whether to compute the log-sum-exp.
-        memory: The limit on vector memory, in bytes.
+        memory: Where the arrays are.
     """
     query, key, value = arrays
     (batch, heads, length, head_dim), value_dim = query.shape, value.shape[3]
@@ -61,7 +62,7 @@ def forward(
         pltpu.VMEM((block, value_dim + sums), jnp.float32),
         *([] if sums else [pltpu.VMEM((block, LANES), jnp.float32)]),
     ]
-    found = pl.pallas_call(
+    run = pl.pallas_call(
         functools.partial(_kernel, rules=rules, sight=sight, plan=plan, segmented=ids is not None, with_lse=with_lse),
         name="attention_forward",
         grid=(batch, heads, length // block, plan.parts),
@@ -69,9 +70,9 @@ def forward(
         out_specs=out_specs,
         out_shape=out_shape,
         scratch_shapes=scratch,
-        compiler_params=compiler_params(4, memory),
-    )(*arrays, *(ids or ()))
-    return tuple(found)
+        compiler_params=compiler_params(4),
+    )
+    return tuple(compat.launched(run, (*arrays, *(ids or ())), memory))
 
 
 def ones(value_dim: int) -> int:
@@ -79,10 +80,10 @@ def ones(value_dim: int) -> int:
     return LANES - value_dim % LANES
 
 
-def compiler_params(axes: int, memory: int) -> Any:
+def compiler_params(axes: int) -> Any:
     """Return the compiler's parameters: batch and heads are independent, and other axes add up in scratch memory."""
     semantics: Any = ("parallel", "parallel", *["arbitrary"] * (axes - 2))
-    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=memory)
+    return pltpu.CompilerParams(dimension_semantics=semantics)
 
 
 def specs(repeats: int, sight: Sight, plan: Plan) -> tuple[Any, Any, Any]:

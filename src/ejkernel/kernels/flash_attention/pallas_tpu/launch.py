@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.kernels._varying import unify_varying
-from ejkernel.kernels._vector_memory import Parts, limit_to_pass, up
+from ejkernel.kernels._vector_memory import Parts, memory_to_pass, up
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Gradients, Operands, Residuals, Rules
 
 from . import backward as backward_kernels
@@ -84,7 +84,7 @@ def forward(
             plan,
             sum_by_product=params.sum_by_product,
             with_lse=with_lse,
-            memory=_limit(size),
+            memory=_memory(operands, size),
         )
 
     out, *lse = compat.unchecked(run, operands.query)
@@ -120,7 +120,7 @@ def backward(
             plan,
             fused=params.query is None,
             transpose=params.transpose,
-            memory=_limit(size),
+            memory=_memory(operands, size),
         )
 
     *dquery, dkey, dvalue = compat.unchecked(run, operands.query)
@@ -136,14 +136,14 @@ def _gradient_of_query(operands: Operands, rows: tuple[Any, ...], rules: Rules, 
     size = memory.of_queries(_dims(operands), (sight, plan), rules, segmented=ids is not None)
 
     def run() -> Any:
-        return backward_kernels.backward_of_queries(arrays, ids, rules, sight, plan, memory=_limit(size))
+        return backward_kernels.backward_of_queries(arrays, ids, rules, sight, plan, memory=_memory(operands, size))
 
     return compat.unchecked(run, operands.query)
 
 
-def _limit(parts: Parts) -> int:
-    """Return the limit to pass to the compiler; the chip is unknown here."""
-    return limit_to_pass(memory.need_of(parts))
+def _memory(operands: Operands, parts: Parts) -> compat.KernelMemory:
+    """Return the memory of the launch; the chip is unknown here."""
+    return memory_to_pass(memory.need_of(parts), operands[:3])
 
 
 def _lengths(operands: Operands) -> Lengths:

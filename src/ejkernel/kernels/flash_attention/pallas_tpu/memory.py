@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ejkernel.kernels._vector_memory import LANES, Need, Parts, up
-from ejkernel.kernels.flash_attention._tpu import compiled
+from ejkernel.kernels._vector_memory import LANES, Need, Parts, compiled, up
 from ejkernel.kernels.flash_attention.common import Rules
 
 from .spilled import WEIGHTS

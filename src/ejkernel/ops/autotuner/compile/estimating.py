@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import logging
 import re
 import tempfile
@@ -117,11 +118,10 @@ class _Rows:
         versions = Estimates.of(self._inv, METHOD, []).versions
         if earlier is None or not earlier.unfinished or earlier.versions != versions:
             return list(configs)
+        known = {_identity(row): row for row in earlier.ranked}
         for config in configs:
-            own = row_of(config)
-            for row in earlier.ranked:
-                if (row.config, row.config_type) == (own.config, own.config_type):
-                    self._rows[config_id(config)] = row
+            if (row := known.get(_identity(row_of(config)))) is not None:
+                self._rows[config_id(config)] = row
         logger.info("%s: %d estimates of an interrupted run are used again", self._inv.op_id, len(self._rows))
         return [config for config in configs if config_id(config) not in self._rows]
 
@@ -154,6 +154,10 @@ class _Rows:
         known |= {"cycles": round(program.cycles, 1), "simulated": program.simulated}
         us, least_us = (round(seconds_of(cycles, self._target) * 1e6, 4) for cycles in (program.cycles, least))
         return row_of(config, us=us, least_us=least_us, **known)
+
+
+def _identity(row: EstimatedRow) -> tuple[str, str]:
+    return row.config_type, json.dumps(row.config, sort_keys=True)
 
 
 def _why_not(error: BaseException | None, timeout_s: float) -> str:

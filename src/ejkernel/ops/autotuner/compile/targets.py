@@ -69,7 +69,10 @@ class Target:
             return cls(name, device_fingerprint())
         if name not in target_names():
             names = ("here", *target_names())
-            raise ConfigError(f"target must be one of {', '.join(names)}; got {name!r}{did_you_mean(name, names)}")
+            # `tpu_v7` means `tpu7x` rather than `tpu_v4`
+            same = [each for each in names if _number(name) and _number(each) == _number(name)]
+            meant = did_you_mean(name, same, 0.4) if same else did_you_mean(name, names)
+            raise ConfigError(f"target must be one of {', '.join(names)}; got {name!r}{meant}")
         description = (_FOLDER / f"{name}{_SUFFIX}").read_text(encoding="utf-8")
         kind = "tpu" if _field(description, "platform_name") == "TPU" else "gpu"
         return cls(name, fingerprint_of(kind, _field(description, "device_description_str")), description)
@@ -127,6 +130,11 @@ class Target:
 def target_names() -> list[str]:
     """Return the names of the targets in the package, without `here`."""
     return sorted(file.name.removesuffix(_SUFFIX) for file in _FOLDER.iterdir() if file.name.endswith(_SUFFIX))
+
+
+def _number(name: str) -> str:
+    """Return the digits of a name."""
+    return re.sub(r"\D", "", name)
 
 
 def _field(description: str, name: str) -> str:

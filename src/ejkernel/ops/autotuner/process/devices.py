@@ -20,7 +20,7 @@ from ejkernel.ops.autotuner.process.worker import (
     worker_session,
 )
 from ejkernel.ops.errors import TuningError, TuningWarning
-from ejkernel.ops.utils.fingerprint import device_fingerprint
+from ejkernel.ops.utils.fingerprint import device_fingerprint, name_of_device
 from ejkernel.ops.utils.messages.warn import warn
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ def spread(work: Callable[[T], R], items: Sequence[T], *, devices: int, fingerpr
             absent.append(str(error))
             return False
         if there != fingerprint:
-            absent.append(f"found {there}, not {fingerprint}")
+            absent.append(f"found {name_of_device(there)}, not {name_of_device(fingerprint)}")
         return bool(there == fingerprint)
 
     environs = [settings.only_gpu(number) for number in range(min(devices, len(items)))]
@@ -64,7 +64,7 @@ def spread(work: Callable[[T], R], items: Sequence[T], *, devices: int, fingerpr
         close_first()  # the worker that traced the calls holds one device or all
         results = _shared_out(work, items, slots, has_device)
     if len(results) < len(items):
-        raise TuningError(f"no device {fingerprint} to measure on: {'; '.join(absent)}")
+        raise TuningError(f"no device {name_of_device(fingerprint)} to measure on: {'; '.join(absent)}")
     if absent:
         warn(f"{len(absent)} of {len(slots)} devices are not usable: {'; '.join(absent)}", TuningWarning)
     return [results[index] for index in range(len(items))]

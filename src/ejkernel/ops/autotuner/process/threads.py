@@ -26,7 +26,7 @@ from ejkernel.ops.core.context import at_search_depth, current_scope, entered, s
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import TuningError
-from ejkernel.ops.utils.fingerprint import default_device, device_called, device_fingerprint
+from ejkernel.ops.utils.fingerprint import default_device, device_called, device_fingerprint, name_of_device
 
 T = TypeVar("T")
 
@@ -197,8 +197,8 @@ def on_device_of(inv: Invocation[Cfg, Out]) -> Iterator[None]:
     device = device_called(inv.device_fingerprint)
     if device is None:
         raise TuningError(
-            f"{inv.op_id}: the call is for {inv.device_fingerprint}, but the default device of this process is "
-            f"{device_fingerprint()}; tune it on a machine with the right device."
+            f"{inv.op_id}: the call is for {name_of_device(inv.device_fingerprint)}, but the default device of this "
+            f"process is {device_fingerprint()}; tune it on a machine with the right device."
         )
     with contextlib.nullcontext() if device is default_device() else jax.default_device(device):
         yield

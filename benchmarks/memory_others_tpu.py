@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.memory_others_tpu`: vector memory of kernels other than attention's; needs no TPU.
+
+Each call is drawn by a seed, with sizes as models have them: a product of `megablox` or its weights' gradient, a
+normalisation of `pallas`, forward or backward, or a step of `tpu_ragged`. It has the heuristic's parameters, or others
+of the space for seeds from 100. Seed 0 lists common calls for the table of compiled kernels instead. Google's compiler
+reports the bytes of vector memory that its kernel uses. Nothing runs on a TPU. XLA keeps short arrays of normalisations
+in vector memory itself; `kept` has the bytes of the windows that the kernel then does not have. The ratio is our upper
+estimate, less these, over the compiler's figure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks import attention_tpu, memory_tpu
+from benchmarks.drawn_tpu import Draws, ratio_table
+
+_KINDS = ("megablox", "megablox wgrad", "rms_norm", "layer_norm", "tpu_ragged", "tpu_ragged")
+_DEVICES = {"v5e": "tpu:tpu_v5_lite", "v5p": "tpu:tpu_v5", "v6e": "tpu:tpu_v6_lite"}
+_DIMS = (4096, 2048, 5120, 8192, 1024, 3072, 7168, 6144, 2880, 3584, 1536, 768)
+_LEAST = 170 << 20  # bytes of an array; a chip has 128 MiB of vector memory at most
+_OF_SPACE = 100  # seeds from here have parameters of the space
+
+
+def drawn(seed: int, index: int) -> dict[str, Any]:
+    """Return a call, its parameters and our estimates."""
+    from ejkernel.kernels._vector_memory import compiled
+
+    dice = random.Random(f"others {seed} {index}")
+    while seed:
+        kind = dice.choice(_KINDS)
+        sizes = (_product if "megablox" in kind else _norm if "norm" in kind else _paged)(dice)
+        case: dict[str, Any] = {"chip": dice.choice(tuple(_DEVICES)), "kind": kind, "sizes": sizes}
+        case["backward"] = "norm" in kind and dice.random() < 0.5
+        implementation, call = described(case)
+        if implementation.unsupported(call) is None:
+            break
+    else:
+        case = _listed()[index]
+        implementation, call = described(case)
+    params = implementation.heuristic(call)
+    if seed >= _OF_SPACE:
+        params = dice.choice([one for one in implementation.space(call) if implementation.doubt(call, one) is None])
+    case["params"] = dataclasses.asdict(params)
+    need = _need(implementation, call, params)
+    return case | {"estimated": [need.most], "least": [need.least], "in table": parts_of(case)[0].form in compiled()}
+
+
+@functools.cache
+def _listed() -> list[dict[str, Any]]:
+    """Return common calls whose kernels have different forms, with arrays too long for vector memory."""
+    every: list[dict[str, Any]] = []
+    tiles = itertools.product(_DEVICES, _KINDS[:2], (16_384, 65_536, 2048, 4096), (4096, 1408, 768), (4096, 768))
+    for chip, kind, rows, inner, columns in tiles:
+        sizes: dict[str, Any] = {"rows": rows, "inner": inner, "columns": columns, "groups": 32}
+        sizes |= {"dtype": "bfloat16", "out_dtype": "bfloat16"}
+        every.append({"chip": chip, "kind": kind, "sizes": sizes, "backward": False})
+    for chip, kv_heads, group, tokens in itertools.product(_DEVICES, (8, 4), (4, 8, 1, 2, 6), (64, 8)):
+        sizes = {"q": (tokens, kv_heads * group, 128), "pages": (2048, 16, kv_heads, 2, 128)}
+        sizes |= {"table": (8, 128), "dtype": "bfloat16", "cache_dtype": "bfloat16", "scale": 0.1}
+        every.append({"chip": chip, "kind": "tpu_ragged", "sizes": sizes, "backward": False})
+    norms = itertools.product(_DEVICES, _DIMS, ("rms_norm", "layer_norm"), (False, True), (False, True))
+    for chip, dim, kind, backward, residual in norms:
+        sizes = {"rows": (_LEAST // dim // 2 & -1024) + 1024, "dim": dim, "dtype": "bfloat16", "eps": 1e-6}
+        every.append({"chip": chip, "kind": kind, "sizes": sizes | {"residual": residual}, "backward": backward})
+    found: dict[str, dict[str, Any]] = {}
+    for case in every:
+        implementation, call = described(case)
+        if implementation.unsupported(call) is None:
+            sizes = dataclasses.asdict(implementation.heuristic(call))
+            (parts,) = parts_of(case | {"params": sizes})
+            found.setdefault(parts.form, case)
+    return list(found.values())
+
+
+def _product(dice: random.Random) -> dict[str, Any]:
+    dtype = dice.choice(("bfloat16",) * 4 + ("float32",))
+    rows, groups = dice.choice((512, 2048, 4096, 16_384, 65_536)), dice.choice((4, 8, 16, 64))
+    inner, columns = (dice.choice((768, 1024, 1408, 2048, 2880, 4096, 7168)) for _ in range(2))
+    return {
+        "rows": rows,
+        "groups": groups,
+        "inner": inner,
+        "columns": columns,
+        "dtype": dtype,
+        "out_dtype": dtype,
+    }
+
+
+def _norm(dice: random.Random) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"rows": dice.choice((8, 512, 4096, 16_384, 65_536)), "dim": dice.choice(_DIMS)}
+    dtype = dice.choice(("bfloat16", "bfloat16", "float32"))
+    return sizes | {"residual": dice.random() < 0.5, "dtype": dtype, "eps": 1e-6}
+
+
+def _paged(dice: random.Random) -> dict[str, Any]:
+    kv_heads, page = dice.choice((1, 2, 4, 8)), dice.choice((16, 32, 64, 128))
+    sequences, tokens = dice.choice(((8, 8), (64, 64), (256, 256), (8, 512), (16, 2048), (4, 4096)))
+    dtype = dice.choice(("bfloat16",) * 3 + ("float32",))
+    sizes: dict[str, Any] = {"q": (tokens, kv_heads * dice.choice((1, 2, 4, 5, 8)), 128), "dtype": dtype}
+    sizes |= {"pages": (2048, page, kv_heads, 2, 128), "table": (sequences, dice.choice((8, 32, 128, 256)))}
+    sizes |= {"window": dice.choice((None, None, 1023)), "soft_cap": dice.choice((None, None, None, 30.0))}
+    return sizes | {"cache_dtype": dtype, "scale": 0.1}
+
+
+def described(case: dict[str, Any]) -> tuple[Any, Any]:
+    """Return implementation and call of a case."""
+    from ejkernel.kernels._row_norms.pallas import Pallas
+    from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
+    from ejkernel.kernels.grouped_matmul.megablox import Megablox, MegabloxWgrad
+    from ejkernel.kernels.layer_norm.operation import LayerNormCall
+    from ejkernel.kernels.paged_attention.common import PagedCall
+    from ejkernel.kernels.paged_attention.tpu_ragged import TpuRagged
+    from ejkernel.kernels.rms_norm.operation import RmsNormCall
+
+    by_kind: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
+        "megablox": (Megablox, GroupedMatmulCall),
+        "megablox wgrad": (MegabloxWgrad, GroupedMatmulCall),
+        "rms_norm": (Pallas, RmsNormCall),
+        "layer_norm": (Pallas, LayerNormCall),
+        "tpu_ragged": (TpuRagged, PagedCall),
+    }
+    implementation, call = by_kind[case["kind"]]
+    sizes = {name: tuple(size) if isinstance(size, list) else size for name, size in case["sizes"].items()}
+    place = {"platform": "tpu", "device_fingerprint": _DEVICES[case["chip"]], "backward": case["backward"]}
+    return implementation(), call(**sizes, **place)
+
+
+def parts_of(case: dict[str, Any]) -> list[Any]:
+    """Return the memory of a kernel by its causes."""
+    implementation, call = described(case)
+    params = implementation.params_type(backward=call.backward)(**case["params"])
+    return [_estimator(implementation).parts_of(call, params)]
+
+
+def _need(implementation: Any, call: Any, params: Any) -> Any:
+    found = _estimator(implementation)
+    return (found.vector_memory if implementation.name == "tpu_ragged" else found.memory)(call, params)
+
+
+def _estimator(implementation: Any) -> Any:
+    """Return the object with the estimate of an implementation."""
+    from ejkernel.kernels._row_norms import pallas
+    from ejkernel.kernels.paged_attention import tpu_ragged
+
+    return {"pallas": pallas, "tpu_ragged": tpu_ragged}.get(implementation.name, implementation)
+
+
+# --- in the process that compiles ---
+
+
+def measured(case: dict[str, Any]) -> dict[str, Any]:
+    """Return the bytes of vector memory of the largest kernel, and of windows that it does not have."""
+    import jax
+
+    from benchmarks import tpu_windows
+    from ejkernel import compat
+
+    implementation, call = described(case)
+    params = implementation.params_type(backward=call.backward)(**case["params"])
+    sharding = compat.tpu_topology_sharding(attention_tpu.TOPOLOGIES[case["chip"]])
+    like = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+
+    def run(*args: Any) -> Any:
+        if call.backward:
+            return implementation.backward(call, *args[:3], *args[3:], params=params)
+        return implementation.forward(call, *args, params=params)[0]
+
+    (device,) = sharding.device_set
+    with compat.abstract_device("tpu", device.device_kind, 1):
+        traced = jax.jit(run).trace(*_arguments(case["kind"], call, like))
+        if implementation.name == "pallas":
+            (found,) = tpu_windows.memory_of(traced)
+            return {"used": [found.used], "kept": [found.kept]}
+        return {"used": [max(compat.vector_memory(str(traced.lower().compile().as_text())))], "kept": [0]}
+
+
+def _arguments(kind: str, call: Any, like: Callable[..., Any]) -> tuple[Any, ...]:
+    own = call.dtype
+    if kind == "tpu_ragged":
+        (sequences, _), number = call.table, "int32"
+        scalars = (like((size,), number) for size in (sequences + 1, sequences))
+        return (like(call.q, own), like(call.pages, own), like(call.table, number), *scalars, *[None] * 4)
+    if "megablox" in kind:
+        matrices = (call.groups, call.inner) if kind == "megablox" else (call.rows,)
+        return like((call.rows, call.inner), own), like((*matrices, call.columns), own), like((call.groups,), "int32")
+    x, vector, column = (
+        like((call.rows, call.dim), own),
+        like((call.dim,), own),
+        like((call.rows,), "float32"),
+    )
+    args = (x, *[vector] * (1 if kind == "rms_norm" else 2), *[x] * call.residual)
+    if not call.backward:
+        return args
+    stats = column if kind == "rms_norm" else (column, column)
+    out = (x, x) if call.residual else x
+    return stats, out, out if call.residual else (x,), *args
+
+
+# --- in the caller ---
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Return the distribution of the ratios by kind, as a Markdown table."""
+    classes: dict[str, list[float]] = {}
+    for kind, known in itertools.product(dict.fromkeys(_KINDS), (True, False)):
+        own = [one for one in results if one["kind"] == kind and one["in table"] is known]
+        name = f"{kind}, {'in the table' if known else 'others'}"
+        classes[name] = [ratio for one in own if not any(one.get("kept", ())) for ratio in memory_tpu.ratios(one)]
+        short = [one | {"estimated": [one["estimated"][0] - one["kept"][0]]} for one in own if any(one.get("kept", ()))]
+        classes[f"{name}, without missing windows"] = [ratio for one in short for ratio in memory_tpu.ratios(one)]
+    above = sum(one["least"][0] > used for one in results for used in one.get("used", ()))
+    failed = sum("error" in one for one in results)
+    notes = f"The lower estimate exceeds the compiler's figure in {above} kernels. {failed} calls did not compile."
+    return "\n".join([*ratio_table(classes), "", notes])
+
+
+DRAWS = Draws(
+    module="memory_others_tpu",
+    about=__doc__,
+    what="our estimate of vector memory over the figure of Google's compiler; nothing ran on a TPU",
+    drawn=drawn,
+    compiled=measured,
+    title="Vector memory of kernels other than attention's, compiled",
+    table=table,
+    seconds=240.0,
+)
+
+
+if __name__ == "__main__":
+    DRAWS.main()
