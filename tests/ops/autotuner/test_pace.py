@@ -27,7 +27,7 @@ def measured(config, seconds, heuristic=None, *, method="wall"):
 
 def pool_of(*candidates):
     task = SimpleNamespace(inv=SimpleNamespace(key="key"), known=(), rejected=(), suspects=())
-    pool = Pool(task, None, None, None, None, None)
+    pool = Pool(task, None, None, None, SimpleNamespace(), None)
     pool.tried = list(candidates)
     return pool
 
