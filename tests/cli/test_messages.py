@@ -19,7 +19,7 @@ from ejkernel.ops.errors import ArgumentError
     ("command", "status", "message"),
     [
         ("explain step.py --target nvidia_h200", 2, "--target requires MODULE:FUNCTION."),
-        ("explain m:step --missed", 2, "pass one of MODULE:FUNCTION, FILE and --missed."),
+        ("explain m:step --missed", 2, "pass exactly one of MODULE:FUNCTION, FILE and --missed."),
         ("report --against previous --against-device gpu", 2, "compares searches of one device; leave out"),
         ("report --output {folder}", 2, "is a folder; name a file, or use --format svg or png."),
         ("report {folder}", 2, "; --cache names a folder, and --help lists all options."),
