@@ -110,3 +110,17 @@ def test_a_name_of_another_library_is_an_error_with_the_name_to_use(function, na
         public(**{name: None})
     assert f"{function} has no argument `{name}`" in str(raised.value)
     assert "; its arguments are" not in str(raised.value)
+
+
+def members(public):
+    """Return the public fields, properties and methods of a class, without those that only JAX calls."""
+    own = [*vars(public), *getattr(public, "__annotations__", {})]
+    return sorted({name for name in own if not name.startswith(("_", "tree_"))})
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_names_each_member_of_its_classes(name):
+    classes = [getattr(modules, each) for each in documented(PAGES[name]) if isinstance(getattr(modules, each), type)]
+    for public in classes:
+        missing = [each for each in members(public) if not re.search(rf"`[^`]*\b{each}\b[^`]*`", PAGES[name])]
+        assert missing == [], f"{public.__name__} on {name}.md"
