@@ -10,7 +10,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, NoReturn, ParamSpec, Self, TypeVar, cast
+from typing import Any, ClassVar, Final, NoReturn, ParamSpec, Self, TypeVar, cast
 
 from ejkernel.ops.errors import ArgumentError, CallError, EjkernelError
 
@@ -142,11 +142,12 @@ class NamedFields:
     """Base of dataclasses that users create: an error about an unknown field suggests the nearest one."""
 
     __slots__ = ()
+    _names_elsewhere: ClassVar[Mapping[str, str]] = {}  # aliases of fields; see `misfit`
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Create an instance after a check of the names of its fields."""
         if args or not kwargs.keys() <= cls.__dataclass_fields__.keys():  # type: ignore[attr-defined]  # of subclasses
-            raise_if_misfit(cls.__name__, cls, args, kwargs)
+            raise_if_misfit(cls.__name__, cls, args, kwargs, cls._names_elsewhere)
         return super().__new__(cls)
 
 
