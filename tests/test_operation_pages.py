@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
 from ejkernel import compat, modules
+from ejkernel.ops import CallError
 
 ROOT = Path(__file__).parents[1]
 PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "operations").glob("*.md"))}
@@ -86,3 +88,39 @@ def test_an_implementation_that_refuses_a_feature_changes_the_table(script, monk
     after = [line.split("|") for line in str(script.Table(page)).splitlines()]
     (changed,) = [new for old, new in zip(before, after, strict=True) if old != new]
     assert (changed[1].strip(), changed[column].strip()) == ("`residual`", "-")
+
+
+def names_elsewhere():
+    """Return each function whose page has a table of the names of other libraries, with each name of the table."""
+    pairs = []
+    for page, text in PAGES.items():
+        for table in re.findall(r"The same arguments elsewhere;.*?\n\n(\|.*?)\n\n", text, re.S):
+            cells = [cell for row in table.splitlines()[2:] for cell in row.split("|")[2:-1]]
+            found = {name for cell in cells for name in re.findall(r"`(\w+)(?:=[^`]*)?`", cell)}
+            pairs += [(page, name) for name in sorted(found)]
+    return pairs
+
+
+@pytest.mark.parametrize(("function", "name"), names_elsewhere())
+def test_a_name_of_another_library_is_an_error_with_the_name_to_use(function, name):
+    public = getattr(modules, function)
+    if name in inspect.signature(public).parameters or hasattr(modules, name):  # the same name, or a function of ours
+        return
+    with pytest.raises(CallError) as raised:
+        public(**{name: None})
+    assert f"{function} has no argument `{name}`" in str(raised.value)
+    assert "; its arguments are" not in str(raised.value)
+
+
+def members(public):
+    """Return the public fields, properties and methods of a class, without those that only JAX calls."""
+    own = [*vars(public), *getattr(public, "__annotations__", {})]
+    return sorted({name for name in own if not name.startswith(("_", "tree_"))})
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_names_each_member_of_its_classes(name):
+    classes = [getattr(modules, each) for each in documented(PAGES[name]) if isinstance(getattr(modules, each), type)]
+    for public in classes:
+        missing = [each for each in members(public) if not re.search(rf"`[^`]*\b{each}\b[^`]*`", PAGES[name])]
+        assert missing == [], f"{public.__name__} on {name}.md"

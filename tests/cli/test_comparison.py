@@ -110,6 +110,17 @@ def test_two_devices_of_one_cache_are_compared(tmp_path, capsys):
     assert [(each["before"]["device"], each["after"]["device"]) for each in data["calls"]] == [("gpu:a100", "gpu:h100")]
 
 
+@pytest.mark.parametrize(("option", "name"), [("--against-device", "b200"), ("--device", "h10")])
+def test_a_device_that_no_side_has_is_an_error_with_the_devices(tmp_path, capsys, option, name):
+    save(tmp_path / "new", timed(*SLOW, device="gpu:a100"))
+    others = ["--device", "gpu"] if option == "--against-device" else ["--against-device", "a100"]
+    assert main(["report", "--cache", str(tmp_path / "new"), "--json", option, name, *others]) == 1
+    printed = capsys.readouterr()
+    assert f"{option} must be part of a device's name, got {name!r}; " in printed.err
+    assert printed.err.rstrip().endswith("has gpu:a100.")
+    assert not printed.out
+
+
 def test_calls_of_several_devices_are_paired_by_device(tmp_path, capsys):
     for folder in ("old", "new"):
         for device in ("gpu:a100", "gpu:h100"):

@@ -264,7 +264,7 @@ def test_ctrl_c_while_the_program_is_still_looked_at_ends_the_command_at_once(fo
         ((*COMPILE, "--devices", "2"), 2, "--devices cannot be used with --compile-only"),
         (("tune", "prog:step", "--in-process", "--devices", "2"), 2, "--devices cannot be used with --in-process"),
         ((*COMPILE, "--json"), 2, "--json cannot be used with --compile-only"),
-        (("tune", "--from", "nothing"), 1, "nothing is not a usable bundle"),
+        (("tune", "--from", "nothing"), 1, "there is no folder nothing; pass the folder of a bundle"),
     ],
 )
 def test_wrong_usage_is_a_clear_error(folder, monkeypatch, capsys, arguments, status, message):

@@ -47,6 +47,25 @@ def test_a_setting_that_cannot_be_read_is_a_problem(doctor, monkeypatch):
     assert "EJKERNEL_STALE must be one of" in found["problems"][0]
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("EJKERNEL_AUTOTUNE", "2"),
+        ("EJKERNEL_BATCHES", "s3://bucket/batches.jsonl"),
+        ("EJKERNEL_CACHE_PROTOCOLS", "a,,b"),
+        ("EJKERNEL_NOTE_MISSES", "perhaps"),
+        ("EJKERNEL_ON_MISS", "ask"),
+        ("EJKERNEL_OPS_RECORD", "2"),
+        ("EJKERNEL_OPS_STAMP", "xml"),
+    ],
+)
+def test_every_variable_is_checked(doctor, monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+    status, found = doctor()
+    assert status == 1
+    assert f"{variable} must " in found["problems"][0]
+
+
 def test_an_unusable_file_is_a_problem(doctor):
     place = settings.current().cache_dir / "gpu-some" / "older-v0"
     place.mkdir(parents=True)

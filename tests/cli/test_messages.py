@@ -19,7 +19,7 @@ from ejkernel.ops.errors import ArgumentError
     ("command", "status", "message"),
     [
         ("explain step.py --target nvidia_h200", 2, "--target requires MODULE:FUNCTION."),
-        ("explain m:step --missed", 2, "pass one of MODULE:FUNCTION, FILE and --missed."),
+        ("explain m:step --missed", 2, "pass exactly one of MODULE:FUNCTION, FILE and --missed."),
         ("report --against previous --against-device gpu", 2, "compares searches of one device; leave out"),
         ("report --output {folder}", 2, "is a folder; name a file, or use --format svg or png."),
         ("report {folder}", 2, "; --cache names a folder, and --help lists all options."),
@@ -71,3 +71,10 @@ def test_figures_need_a_folder(tmp_path, capsys):
     file.write_text("")
     assert main(["report", "--cache", str(folder), "--format", "svg", "--output", str(file)]) == 1
     assert "is not a folder; figures need one: choose it with --output." in capsys.readouterr().err
+
+
+def test_a_mesh_of_too_many_devices_names_the_option_and_the_variable(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "meshed.py").write_text("import jax\ndef step():\n    return jax.make_mesh((99,), ('data',)), ()\n")
+    assert main(["explain", "./meshed.py:step"]) == 1
+    assert "pass --mesh-devices N to `ejkernel tune`. For other commands, JAX_NUM_CPU" in capsys.readouterr().err

@@ -236,7 +236,7 @@ def test_an_import_that_fails_shows_the_users_frames(folder):
 @pytest.mark.parametrize("arguments", [[], ["--missed", "program.mlir"]])
 def test_one_of_program_and_missed_is_needed(capsys, arguments):
     assert main(["tune", *arguments]) == 2
-    assert "pass one of MODULE:FUNCTION, FILE, --missed, --shapes and --from" in capsys.readouterr().err
+    assert "pass exactly one of MODULE:FUNCTION, FILE, --missed, --shapes and --from" in capsys.readouterr().err
 
 
 # --- missed calls ---

@@ -90,6 +90,7 @@ def test_keywords_have_their_json_values(tmp_path):
         (NORM.replace("f32", "f33") % (8, ""), r"line 2: 'f33\[8,64\]' has an unknown dtype"),
         ('{"kernel": "rms_norm", "args": ["f32[8,64]", "f32[32]"]}', "line 2: weight must"),
         ('{"kernel": "rms_norm", "args": []}', "line 2: "),
+        ('{"kernel": "rms_norm", "args": ["bf16(8,64)"]}', r"line 2: 'bf16\(8,64\)' must have its sizes in square"),
         ('{"kernel": "rms_norm", "args": ["f32[8"]}', r"line 2: 'f32\[8' has no closing bracket"),
         ('{"kernel": "rms_norm", "args": ["f32[8,,4]"]}', r"line 2: 'f32\[8,,4\]' must have numbers as sizes"),
         ('{"kernel": "rms_norm", "args": ["f32[-1]"]}', r"line 2: 'f32\[-1\]' must have numbers as sizes"),
@@ -220,4 +221,4 @@ def test_a_dry_run_for_a_target_lists_the_candidates(folder, capsys, how):
 @pytest.mark.parametrize("others", [["program:step"], ["--missed"], ["--missed", "--from", "bundle"]])
 def test_calls_of_a_file_go_with_no_others(others, capsys):
     assert main(["tune", "--shapes", "shapes.jsonl", *others]) == 2
-    assert "pass one of MODULE:FUNCTION, FILE, --missed, --shapes and --from" in capsys.readouterr().err
+    assert "pass exactly one of MODULE:FUNCTION, FILE, --missed, --shapes and --from" in capsys.readouterr().err

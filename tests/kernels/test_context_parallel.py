@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tests.kernels.meshes import MODES, bytes_in_collectives, close, compiled, mesh_of, placed
 
 from ejkernel.kernels.flash_attention.operation import FlashAttention, FlashAttentionConfig
 from ejkernel.modules import flash_attention, from_zigzag, to_zigzag
-from ejkernel.ops import ArgumentError
+from ejkernel.ops import ArgumentError, ConfigSelectorChain, Executor, PersistentCache
 from ejkernel.ops.execution.discovery import discover
 
 pytestmark = pytest.mark.slow
@@ -306,3 +306,26 @@ def test_a_block_is_not_launched_persistently_since_copies_hold_multiprocessors(
     beside = operation._beside_copies(config, args, options).fwd
     assert alone.persistent
     assert beside == dataclasses.replace(alone, persistent=False, query_buffers=1)
+
+
+@pytest.mark.parametrize("form", ["jit", "shard_map"])
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_call_over_a_sharded_sequence_is_explained(form, saved, tmp_path):
+    q = normal(0, 2, LENGTH, 4, 8)
+
+    def attend(q, **options):
+        return flash_attention(q, q, q, causal=True, **options)
+
+    function = jax.jit(attend)
+    if form == "shard_map":
+        local = functools.partial(attend, axis_name="context")
+        function = jax.shard_map(local, mesh=mesh(4), in_specs=SHARD, out_specs=SHARD)
+    sharded = jax.device_put(q, NamedSharding(mesh(4), SHARD))
+    executor = Executor(ConfigSelectorChain(persistent=PersistentCache(tmp_path, shipped=False)))
+    (first,) = executor.explain(function, sharded)
+    if saved:
+        executor.chooser.persistent.put(first.key, first.config)
+        executor = Executor(ConfigSelectorChain(persistent=PersistentCache(tmp_path, shipped=False)))
+        (first,) = executor.explain(function, sharded)
+    assert first.source == ("persistent" if saved else "heuristic")
+    assert first.label is not None

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from ejkernel.modules import OutOfPagesError, PagePool, append_to_pages, copy_pages, paged_attention
-from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.errors import ArgumentError, ArgumentWarning
 
 PAGE = 4
 
@@ -49,7 +49,7 @@ def test_the_donated_cache_is_written_in_place(dtype):
     assert "input_output_alias={ {}: (0" in program
     assert not re.findall(rf"= \w+\[{shape}\]\S* (?:copy|convert|select)\(.*", program)
     address = cache.unsafe_buffer_pointer()
-    written = append_to_pages(cache, *rest)
+    written = append_to_pages(cache, *rest, k_scale=0.02, v_scale=0.02)
     assert cache.is_deleted()
     assert written.unsafe_buffer_pointer() == address
 
@@ -88,6 +88,17 @@ def test_values_beyond_the_range_of_a_quantised_cache_are_clipped():
     cache, k, v, *rest = batch("float8_e4m3fn")
     written = append_to_pages(cache, k * 1e6, v, *rest)
     assert np.abs(np.asarray(written, np.float32)).max() == 448
+
+
+def test_an_integer_cache_without_a_scale_warns():
+    cache, k, v, *rest = batch("int8")
+    with pytest.warns(
+        ArgumentWarning, match=r"append_to_pages: v is float32 and kv_pages int8, .* Pass v_scale"
+    ) as shown:
+        cache = append_to_pages(cache, k, v, *rest, k_scale=0.02)
+    assert len(shown) == 1
+    cache = append_to_pages(cache, k, v, *rest, k_scale=0.02, v_scale=1.0)
+    append_to_pages(cache, k.astype("int8"), v.astype("int8"), *rest)
 
 
 def test_pages_are_copied_within_the_cache():
@@ -222,3 +233,9 @@ def test_numbers_of_tokens_in_small_integers_do_not_overflow(dtype):
     assert pool.pages_for(tokens) == 7
     assert pool.extend(sequence, tokens) == []
     assert (pool.length(sequence), pool.free_pages) == (200, 40 - 13)
+
+
+def test_a_pool_shows_its_pages_and_sequences():
+    pool = PagePool(pages=4, page_size=16)
+    pool.allocate(20)
+    assert repr(pool) == "PagePool(pages=4, page_size=16, free_pages=2, sequences=1)"

@@ -440,7 +440,7 @@ class Parameter:
         ({"accumulation_dtype": "int8"}, "accumulation_dtype must be a floating-point dtype, got int8"),
         ({"memory_limit": 0}, "memory_limit must be a number of bytes >= 1, or None, got 0"),
         ({"vocab_axis": 3}, "vocab_axis must be the name of a mesh axis, several names, or None, got 3"),
-        ({"vocab_axis": "model"}, "vocab_axis must name axes of an enclosing jax.shard_map, got .*model"),
+        ({"vocab_axis": "model"}, "must be a mesh axis of an enclosing jax.shard_map, or several, got 'model';"),
         ({"precision": "exact"}, "precision must be one of default, high, highest"),
         ({"return_lse": 1}, "return_lse must be True or False, got 1"),
         ({"implementation": "cudnn"}, "implementation must be one of .*xla"),

@@ -87,8 +87,8 @@ def test_a_plan_has_valid_arrays(size, window):
 def test_without_a_place_to_write_a_cache_stays(size, dtype):
     q, pages, *batch = operands(size, dtype=dtype)
     new = jnp.full((len(q), 2, 16), 5.0)
-    want = np.asarray(pages)
-    written = eager_and_jitted(lambda *args: append_to_pages(jnp.array(pages), new, new, *args), *batch)
+    want, scales = np.asarray(pages), {"k_scale": 0.1, "v_scale": 0.1}
+    written = eager_and_jitted(lambda *args: append_to_pages(jnp.array(pages), new, new, *args, **scales), *batch)
     np.testing.assert_array_equal(written, want)
     np.testing.assert_array_equal(copy_pages(written, jnp.zeros(0, int), jnp.zeros(0, int)), want)
 

@@ -303,6 +303,7 @@ def test_an_invalid_json_text_is_shown(text):
 
 ARGUMENTS = [
     (lambda: AutotunePolicy(budget_s="3"), ConfigError, "budget_s must be .* got '3'"),
+    (lambda: AutotunePolicy(on_miss="tune"), CallError, "`on_miss`: autotune=True is EJKERNEL_ON_MISS=tune, and heur"),
     (lambda: AutotunePolicy(budget=3), CallError, "AutotunePolicy has no argument `budget`; did you mean `budget_s=`"),
     (lambda: StalePolicy(jx="use"), CallError, "StalePolicy has no argument `jx`; did you mean `jax=`"),
     (lambda: FlashAttentionConfig(implementaton="xla"), CallError, "FlashAttentionConfig .*mean `implementation=`"),
@@ -317,6 +318,11 @@ ARGUMENTS = [
         r"fwd must be an instance of FwdParams .*; pass e.g. FwdParams\(q_blocksize=\.\.\., kv_blocksize=",
     ),
     (lambda: NoParams(tile=3), CallError, "NoParams has no argument `tile`; it takes none by name"),
+    (
+        lambda: ops.policy_override(on_miss="tune").__enter__(),
+        ConfigError,
+        r"agree, stale\. autotune=True is EJKERNEL_ON",
+    ),
     (lambda: ops.policy_override(budget=3).__enter__(), ConfigError, "AutotunePolicy has no .*did you mean 'budget_s'"),
     (lambda: AutotunePolicy(budget_s=True), ConfigError, "budget_s must be .* got True"),
     (lambda: Autotuner(rounds="a"), ArgumentError, "rounds must be a positive int, got 'a'"),

@@ -192,7 +192,7 @@ def tune(**options: Any) -> int:
     """
     named = [options[name] for name in ("target", "missed", "bundle", "shapes") if options[name]]
     if len(named) != 1 and named != [options["bundle"], options["shapes"]]:
-        raise click.UsageError("pass one of MODULE:FUNCTION, FILE, --missed, --shapes and --from.")
+        raise click.UsageError("pass exactly one of MODULE:FUNCTION, FILE, --missed, --shapes and --from.")
     device, output = options.pop("device"), options.pop("output")
     estimates, compile_only = options.pop("estimate"), options.pop("compile_only")
     if estimates and not compile_only:
@@ -317,7 +317,7 @@ def explain(target: str, prefix: str, imports: tuple[str, ...], missed: bool, de
     if missed and not prefix and ":" not in target:  # else it names a program
         target, prefix = "", target
     if bool(target) == missed:
-        raise click.UsageError("pass one of MODULE:FUNCTION, FILE and --missed.")
+        raise click.UsageError("pass exactly one of MODULE:FUNCTION, FILE and --missed.")
     if device != "here" and ":" not in target:
         raise click.UsageError("--target requires MODULE:FUNCTION.")
     _prepare_for(device)
@@ -364,7 +364,7 @@ def bench(imports: tuple[str, ...], **options: Any) -> int:
     bench --op rms_norm --shape bf16[4096,5120] --shape bf16[5120]. --import names the module of other kernels.
     """
     if bool(options["target"]) == bool(options["op"]):
-        raise click.UsageError("pass one of MODULE:FUNCTION and --op.")
+        raise click.UsageError("pass exactly one of MODULE:FUNCTION and --op.")
     if options["op"] and not options["shapes"]:
         raise click.UsageError("--op requires --shape for each array, e.g. --shape bf16[4,1024,8,64].")
     if options["op"] and options["baseline"]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -79,13 +80,18 @@ def _settings(environment: Mapping[str, str]) -> list[dict[str, Any]]:
         for name, value in sorted(environment.items())
         if name.startswith(_VARIABLES)
     ]
-    current = settings.Settings(environment)
-    for name in ("cache_dir", "cache_layers", "cache_protocols", "on_miss", "stale"):
+    return found + list(_faults(settings.Settings(environment)))
+
+
+def _faults(current: settings.Settings) -> Iterator[dict[str, Any]]:
+    """Yield a row for each setting with a bad value."""
+    names = [name for name, kind in vars(settings.Settings).items() if isinstance(kind, functools.cached_property)]
+    for name in names:
         try:
             getattr(current, name)
         except (EjkernelError, RuntimeError) as error:
-            found.append({"variable": f"EJKERNEL_{name.upper()}", "value": "", "problem": error_text(error)})
-    return found
+            variable = {"record": "OPS_RECORD", "stamp": "OPS_STAMP"}.get(name, name.upper())
+            yield {"variable": f"EJKERNEL_{variable}", "value": "", "problem": error_text(error)}
 
 
 def _caches() -> list[dict[str, Any]]:

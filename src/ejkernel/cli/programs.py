@@ -301,8 +301,16 @@ def _is_users(filename: str) -> bool:
     return not filename.startswith(f"{Path(os.__file__).parent}{os.sep}") or "site-packages" in filename
 
 
+_MORE_DEVICES: Final = (
+    "for a mesh that this machine does not have, pass --mesh-devices N to `ejkernel tune`. For other commands, "
+    "JAX_NUM_CPU_DEVICES=N simulates N devices on a CPU"
+)
+
+
 def _told(error: Exception) -> str:
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if isinstance(error, ValueError) and "Number of devices" in text and "mesh_shape" in text:  # of jax.make_mesh
+        return f"{text}; {_MORE_DEVICES}"
     call = call_that_raised(error)
     return f"{text}; {call}" if call else text
 

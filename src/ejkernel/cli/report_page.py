@@ -21,7 +21,7 @@ from ejkernel.cli.roofline import rooflines_of
 from ejkernel.cli.show import opened
 from ejkernel.ops.config._files import version
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.errors import ArgumentError, ConfigError
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import counted, ratio
 from ejkernel.ops.utils.pages import render
@@ -112,9 +112,25 @@ def _of_device(calls: Sequence[CallReport], device: str) -> list[CallReport]:
     return [call for call in calls if device in call.device]
 
 
+def _compared(side: Named, device: str, option: str) -> list[CallReport]:
+    """Return the calls of one side of a comparison on the devices that an option names.
+
+    Raises:
+        ArgumentError: No device of this side has the name.
+    """
+    place, calls = side
+    found = _of_device(calls, device)
+    if calls and not found:
+        names = ", ".join(sorted({call.device for call in calls}))
+        raise ArgumentError(f"{option} must be part of a device's name, got {device!r}; {place} has {names}.")
+    return found
+
+
 def _write_comparison(options: ReportOptions, store: PersistentCache) -> int:
     before, after = _two_sides(options, store)
-    found = compare(_of_device(before[1], options.against_device or options.device), after[1], before[0], after[0])
+    option = "--against-device" if options.against_device else "--device"
+    old = _compared(before, options.against_device or options.device, option)
+    found = compare(old, _compared(after, options.device, "--device"), before[0], after[0])
     if options.as_json:
         report.echo_json(found.data())
     elif not found.calls:
@@ -146,8 +162,7 @@ def _two_sides(options: ReportOptions, store: PersistentCache) -> tuple[Named, N
             sides = (printable(other.path), calls_of(other)), (here, after)
         else:
             sides = (here, after), (here, after)
-    (old, before), (new, after) = sides
-    return (old, before), (new, _of_device(after, options.device))
+    return sides
 
 
 def page(calls: Sequence[CallReport], place: str = "") -> str:

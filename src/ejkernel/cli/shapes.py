@@ -33,6 +33,7 @@ from ejkernel.ops.utils.storage.serialize import parse_json
 
 _LARGEST: Final = 1 << 24  # bytes of a file
 _ARRAY: Final = re.compile(r"([a-z][a-z0-9_]*)\[(.*)")  # also matches malformed arrays, for an error
+_ROUND: Final = re.compile(r"(bfloat|float|uint|int|bf|f|u|i)[0-9]+\w*\(.*")
 _SIZES: Final = re.compile(r" *([0-9]+ *(, *[0-9]+ *)*)?\]")
 _SHORT: Final = re.compile(r"(bf|f|u|i)(?=\d)")
 _LONG: Final = {"bf": "bfloat", "f": "float", "u": "uint", "i": "int"}
@@ -161,6 +162,8 @@ def _value(data: Any) -> Any:
     if isinstance(data, dict):
         return {name: _value(item) for name, item in data.items()}
     found = _ARRAY.fullmatch(data) if isinstance(data, str) else None
+    if isinstance(data, str) and _ROUND.fullmatch(data):
+        raise ArgumentError(f"{data!r} must have its sizes in square brackets; write e.g. bf16[8,128] or f32[].")
     if found is None:
         return data
     name = _SHORT.sub(lambda short: _LONG[short[1]], found[1], count=1)

@@ -127,6 +127,7 @@ from ejkernel.compat.tracing import key_implementation as key_implementation
 from ejkernel.compat.tracing import make_user_context as make_user_context
 from ejkernel.compat.tracing import match_varying as match_varying
 from ejkernel.compat.tracing import named_axes as named_axes
+from ejkernel.compat.tracing import needs_axis as needs_axis
 from ejkernel.compat.tracing import observable as observable
 from ejkernel.compat.tracing import ordered_effects as ordered_effects
 from ejkernel.compat.tracing import origins as origins

@@ -133,6 +133,11 @@ def named_axes(effects: Any) -> set[Any]:
     return {effect.name for effect in effects if isinstance(effect, _core.NamedAxisEffect)}
 
 
+def needs_axis(error: BaseException) -> bool:
+    """Return whether an error says that the axis of a collective is not bound, as outside of `shard_map`."""
+    return isinstance(error, NameError) and "unbound axis name" in str(error)
+
+
 def is_named(axis_name: Any) -> bool:
     """Return whether the user named this `vmap` axis; the default name is a private object of JAX."""
     return axis_name is not _core.no_axis_name

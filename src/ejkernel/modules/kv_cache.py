@@ -56,7 +56,7 @@ def append_to_pages(
             (NumPy arrays, and JAX's on a CPU) are checked, and those of `kv_lengths` with them.
         kv_lengths: The number of each sequence's keys, including its new tokens.
         k_scale, v_scale: Factors of the cached values, one number or one for each KV head; e.g. the largest magnitude
-            divided by 127 for int8, or by 448 for float8_e4m3fn.
+            divided by 127 for int8, or by 448 for float8_e4m3fn. `None` is 1; for int8 an `ArgumentWarning` says so.
 
     Returns:
         The cache with the new tokens.
@@ -68,6 +68,7 @@ def append_to_pages(
     arguments.check_batch(page_table, query_offsets, kv_lengths)
     arguments.check_new_tokens(k, v, kv_pages)
     arguments.check_batch_values(query_offsets, kv_lengths, k.shape[0])
+    arguments.warn_of_rounding(k, v, kv_pages, k_scale, v_scale)
     scales = tuple(
         arguments.canonical_scales(name, python_numbers(scale, Takes.NUMBERS), kv_pages.shape[2])
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
@@ -146,6 +147,12 @@ class PagePool:
         self._users = [0] * pages
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"PagePool(pages={len(self._users)}, page_size={self.page_size}, free_pages={self.free_pages}, "
+            f"sequences={len(self._sequences)})"
+        )
 
     @property
     def free_pages(self) -> int:

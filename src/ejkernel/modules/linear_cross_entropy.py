@@ -40,14 +40,17 @@ _NAMES_ELSEWHERE = {  # in Optax, Tokamax, Liger, levanter, EasyDeL and PyTorch
     "input": "x",
     "_input": "x",
     "embeddings": "x",
+    "pred_embeddings": "x",
     "weights": "weight= is the matrix of the last matmul; pass weights of tokens as token_weights.",
     "w": "weight",
     "lm_head_weight": "weight",
+    "pred_lm_head": "weight",
     "kernel": "weight",
     "embedding": "weight= with transpose_weight=True takes an embedding [V, d].",
     "target": "labels",
     "targets": "labels",
     "target_ids": "labels",
+    "target_y": "labels",
     "labels_ids": "labels",
     "attention_mask": "token_weights",
     "mask": "token_weights",
@@ -74,6 +77,7 @@ _NAMES_ELSEWHERE = {  # in Optax, Tokamax, Liger, levanter, EasyDeL and PyTorch
     "config": "cfg",
 }
 _LOG_PROBS_ELSEWHERE = _NAMES_ELSEWHERE | {
+    "reduction": "token_log_probs returns one number for each token; add them up, or use linear_cross_entropy.",
     "z_loss": "token_log_probs has no z_loss; use linear_cross_entropy.",
     "label_smoothing": "token_log_probs has no label_smoothing; use linear_cross_entropy.",
     "return_lse": "token_log_probs returns log-probabilities; use linear_cross_entropy(..., reduction='none').",
@@ -435,9 +439,10 @@ def _columns(own: Any, vocab_axis: tuple[str, ...]) -> tuple[Any, Any]:
     try:
         return lax.axis_index(vocab_axis) * own, lax.axis_size(vocab_axis) * own
     except NameError as error:
+        got = vocab_axis[0] if len(vocab_axis) == 1 else vocab_axis
         raise ArgumentError(
-            f"vocab_axis must name axes of an enclosing jax.shard_map, got {vocab_axis!r}: {error}. Under jit over a "
-            "mesh leave it out: the call splits itself."
+            f"vocab_axis must be a mesh axis of an enclosing jax.shard_map, or several, got {got!r}; under jit over a "
+            "mesh, leave it out: the call splits itself."
         ) from error
 
 

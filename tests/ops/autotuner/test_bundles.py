@@ -213,10 +213,11 @@ def test_a_call_without_candidates_is_a_warning_and_the_next_is_compiled(twice, 
     assert len(read_bundle(tmp_path / "bundle")) == 1
 
 
-def test_progress_counts_the_candidates_and_the_reference(twice, tmp_path):
+def test_progress_counts_the_candidates_without_the_reference(twice, tmp_path):
     counts = []
-    bundle(twice, tmp_path, progress=lambda inv, done, total: counts.append((inv.op_id, done, total)))
-    assert counts == [("twice", done, 8) for done in range(1, 9)]
+    call = bundle(twice, tmp_path, progress=lambda inv, done, total: counts.append((inv.op_id, done, total)))
+    assert len(call.candidates) == 7
+    assert counts == [("twice", min(done, 7), 7) for done in range(1, 9)]
 
 
 # --- reading one ---
@@ -283,6 +284,8 @@ def test_a_changed_manifest_is_an_error(twice, tmp_path):
 def test_a_folder_without_a_manifest_is_no_bundle(tmp_path):
     with pytest.raises(ConfigError, match="is not a usable bundle"):
         read_bundle(tmp_path)
+    with pytest.raises(ConfigError, match=r"there is no folder .*none; pass the folder of a bundle"):
+        read_bundle(tmp_path / "none")
 
 
 def test_an_unknown_configuration_type_names_the_module_to_import(tmp_path):

@@ -11,7 +11,8 @@ import numpy as np
 
 from ejkernel.kernels._numbers import is_integer, is_number
 from ejkernel.kernels._options import positive, type_text
-from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.errors import ArgumentError, ArgumentWarning
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.values.scalars import given_text
 from ejkernel.ops.utils.values.signature import is_array
 
@@ -154,6 +155,20 @@ def check_new_tokens(k: Any, v: Any, kv_pages: Any) -> None:
             raise ArgumentError(
                 f"{name} must be [tokens, kv_heads, head_dim], with heads and head_dim of the cache, {kv_heads} and "
                 f"{head_dim}; got {type_text(array)}."
+            )
+
+
+def warn_of_rounding(k: Any, v: Any, kv_pages: Any, k_scale: Any, v_scale: Any) -> None:
+    """Warn if a cache of integers takes floating-point numbers without a scale: most keys and values would be 0."""
+    if str(kv_pages.dtype) != "int8":
+        return
+    for name, array, scale in (("k", k, k_scale), ("v", v, v_scale)):
+        if array is not None and scale is None and jnp.issubdtype(array.dtype, jnp.floating):
+            warn(
+                f"append_to_pages: {name} is {array.dtype} and kv_pages int8, so without {name}_scale each number is "
+                f"rounded to an integer. Pass {name}_scale, e.g. the largest magnitude / 127, and pass it to "
+                "paged_attention as well. If this is intended, pass a scale of 1.",
+                ArgumentWarning,
             )
 
 

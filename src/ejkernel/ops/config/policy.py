@@ -6,8 +6,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
-from typing import Any, Final, Literal, get_args
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Final, Literal, get_args
 
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.errors import ConfigError
@@ -52,6 +52,9 @@ class StalePolicy(NamedFields):
         return max(actions, key=_ACTIONS.index, default="use")
 
 
+_ON_MISS: Final = "autotune=True is EJKERNEL_ON_MISS=tune, and heuristic=False is EJKERNEL_ON_MISS=error."
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AutotunePolicy(NamedFields, NoBlock):
     """Permitted actions for a call without a configuration.
@@ -82,6 +85,8 @@ class AutotunePolicy(NamedFields, NoBlock):
     """
 
     _instead = "with policy_override(autotune=True):` with the fields to change, or `ConfigSelectorChain(policy=...)"
+
+    _names_elsewhere: ClassVar[Mapping[str, str]] = {"on_miss": _ON_MISS}
 
     autotune: bool = False
     heuristic: bool = True
@@ -162,7 +167,7 @@ def policy_override(selector: object = None, /, **changes: Any) -> Iterator[None
     known = [field.name for field in dataclasses.fields(AutotunePolicy)]
     for name in changes:
         if name not in known:
-            more = did_you_mean(name, known)
+            more = f". {_ON_MISS}" if name == "on_miss" else did_you_mean(name, known)
             raise ConfigError(f"AutotunePolicy has no field {name!r}; it has {', '.join(known)}{more}")
     # Check here, at the mistake, and not at the first call inside the block.
     AutotunePolicy(**changes)

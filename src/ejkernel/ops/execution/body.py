@@ -173,6 +173,8 @@ def _no_gradient(inv: Invocation[Any, Any], error: Exception) -> KernelError:
 
 def _fallback(inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exception, instead: _Instead) -> Any:
     """Return another resolution, with a warning, if a saved configuration does not run; otherwise raise."""
+    if compat.needs_axis(error):  # a shard's call, looked at outside of its mesh: no configuration runs there
+        raise error
     # With another configuration here, this process would run a different program than the others, and all would hang.
     if is_from_other_process(resolution):
         raise AgreementError(

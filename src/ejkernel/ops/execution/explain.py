@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from ejkernel import compat
 from ejkernel.ops.config.agreement.agreement import agreed_before
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.misses.nearest import why_no_entry
@@ -308,5 +309,10 @@ def _returns_only_inputs(inv: Invocation[Cfg, Out], config: object) -> bool:
     arrays = [leaf for leaf in jax.tree.leaves((inv.abstract_args, inv.abstract_kwargs)) if hasattr(leaf, "shape")]
     if inv.batch_sizes or inv.direction != "fwd":
         return False  # batched results are transposed and derived ones computed, so instructions produce them
-    jaxpr = jax.make_jaxpr(node.flat(Choice(config=config, platform=inv.platform)))(*arrays).jaxpr
+    try:
+        jaxpr = jax.make_jaxpr(node.flat(Choice(config=config, platform=inv.platform)))(*arrays).jaxpr
+    except NameError as error:
+        if not compat.needs_axis(error):
+            raise
+        return False  # a part of a program over several devices, whose collectives are instructions
     return all(out in jaxpr.invars for out in jaxpr.outvars)

@@ -216,6 +216,8 @@ def test_functions_keep_their_signature_and_documentation():
         ("cudn", ["cudnn", "xla"], "cudnn"),
         ("CUDNN", ["cudnn"], "cudnn"),
         ("flash", ["flash_attention_bucketed", "flash_attention", "rms_norm"], "flash_attention"),
+        ("H200", ["tpu_v5e", "nvidia_h100_x2", "nvidia_h200"], "nvidia_h200"),
+        ("200", ["nvidia_h200"], None),
         ("fl", ["flash_attention"], None),
         ("zzz", ["cudnn"], None),
         (3, ["3"], None),
@@ -239,6 +241,7 @@ def test_the_nearest_name_is_close_or_none(name, names, wanted):
         (lambda: grouped_matmul(X, jnp.ones((1, 8, 4)), SIZES, activation="sliu"), "did you mean 'silu'?"),
         (lambda: Settings({"EJKERNEL_ON_MISS": "eror"}).on_miss, "got 'eror'; did you mean 'error'?"),
         (lambda: Target.named("nvidia_h20"), "did you mean 'nvidia_h200'?"),
+        (lambda: Target.named("H100"), "did you mean 'nvidia_h100'?"),
     ],
 )
 def test_a_misspelt_value_is_an_error_with_the_nearest_one(call, message):

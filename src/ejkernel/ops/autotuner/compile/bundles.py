@@ -201,7 +201,13 @@ def _compile_call(
     if processes:
         pool = compile_processes(processes)
         jobs = [functools.partial(pool.run, job, lambda: timeout.seconds) for job in jobs]
-    return carried_out(inv, jobs, width=processes or None, timeout=timeout, progress=progress, kept=programs.kept)
+    shown = None if progress is None else functools.partial(_without_reference, progress, len(configs))
+    return carried_out(inv, jobs, width=processes or None, timeout=timeout, progress=shown, kept=programs.kept)
+
+
+def _without_reference(progress: Progress, candidates: int, inv: Invocation[Any, Any], ended: int, _: int) -> None:
+    """Report the progress of a call, whose reference is one more job but no candidate."""
+    progress(inv, min(ended, candidates), candidates)
 
 
 def carried_out(
@@ -314,6 +320,8 @@ def read_bundle(folder: Path) -> list[BundledCall]:
     """
     try:
         raw = read_file(folder / _MANIFEST, _LARGEST)
+        if raw is None and not folder.exists():
+            raise ConfigError(f"there is no folder {folder}; pass the folder of a bundle, the --output of its command.")
         if raw is None:
             raise UnusableError(f"it has no {_MANIFEST}; if it was interrupted, the same command finishes it")
         manifest = from_plain(read_object(raw, SCHEMA, "the manifest of one"), _Manifest)

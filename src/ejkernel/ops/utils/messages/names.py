@@ -10,7 +10,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, NoReturn, ParamSpec, Self, TypeVar, cast
+from typing import Any, ClassVar, Final, NoReturn, ParamSpec, Self, TypeVar, cast
 
 from ejkernel.ops.errors import ArgumentError, CallError, EjkernelError
 
@@ -29,16 +29,20 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def nearest(name: object, names: Iterable[str], least: float = 0.6) -> str | None:
-    """Return the known name that is most similar to a misspelt name, or else the shortest that starts with it.
+    """Return the known name that is most similar to a misspelt name, or else the shortest that starts or ends with it.
 
-    E.g. `xla` for `xal`, `mosaic_gpu` for `mos`. `None` if no similarity reaches `least` (0 to 1) and no known name
-    starts with `name`, or `name` has fewer than three letters. Case does not matter.
+    E.g. `xla` for `xal`, `mosaic_gpu` for `mos`, `nvidia_h200` for `H200`, the last word of that name. `None` if no
+    similarity reaches `least` (0 to 1) and no known name starts or ends with `name`, or `name` has fewer than three
+    letters. Case does not matter.
     """
     if not isinstance(name, str):
         return None
     by_lower = {known.lower(): known for known in names}
-    close = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=least)
-    close = close or sorted((known for known in by_lower if known.startswith(name.lower()) and len(name) > 2), key=len)
+    given = name.lower()
+    close = difflib.get_close_matches(given, list(by_lower), n=1, cutoff=least)
+    if not close and len(given) > 2:
+        parts = [known for known in by_lower if known.startswith(given) or known.endswith(f"_{given}")]
+        close = sorted(parts, key=len)
     return by_lower[close[0]] if close else None
 
 
@@ -138,11 +142,12 @@ class NamedFields:
     """Base of dataclasses that users create: an error about an unknown field suggests the nearest one."""
 
     __slots__ = ()
+    _names_elsewhere: ClassVar[Mapping[str, str]] = {}  # aliases of fields; see `misfit`
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Create an instance after a check of the names of its fields."""
         if args or not kwargs.keys() <= cls.__dataclass_fields__.keys():  # type: ignore[attr-defined]  # of subclasses
-            raise_if_misfit(cls.__name__, cls, args, kwargs)
+            raise_if_misfit(cls.__name__, cls, args, kwargs, cls._names_elsewhere)
         return super().__new__(cls)
 
 
