@@ -31,8 +31,9 @@ from ejkernel.kernels.flash_attention.pallas_tpu.params import ForwardParams
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
 from ejkernel.kernels.grouped_matmul.megablox import Megablox, MegabloxWgrad
 from ejkernel.kernels.layer_norm.operation import LayerNormCall
+from ejkernel.kernels.paged_attention import tpu_ragged
 from ejkernel.kernels.paged_attention.common import PagedCall
-from ejkernel.kernels.paged_attention.tpu_ragged import TpuRagged, vector_memory
+from ejkernel.kernels.paged_attention.tpu_ragged import TpuRagged
 from ejkernel.kernels.rms_norm.operation import RmsNormCall
 from ejkernel.modules import FlashAttentionConfig, flash_attention
 from ejkernel.ops.errors import ConfigError
@@ -341,5 +342,5 @@ def test_ragged_paged_attention_compiles_within_the_estimate(sharding, case):
             used = used_memory(
                 lambda *args, params=params: implementation.forward(call, *args, *[None] * 4, params=params)[0], *args
             )
-        need = vector_memory(call, params)
+        need = tpu_ragged.memory(call, params)
         assert need.least <= max(used) <= need.most, params

@@ -108,9 +108,8 @@ def _list(options: TuneOptions, found: Found, preparation: Preparation) -> None:
             click.echo(f"  {printable(compact(config))}")
     doing = "estimated" if preparation.folder is None else "compiled"
     count = counted(sum(len(configs) for _, configs in planned), "candidate")
-    messages().print(
-        f"{count} of {counted(len(planned), 'call')} would be {doing} for {name_of_device(preparation.aim.fingerprint)}"
-    )
+    device = name_of_device(preparation.aim.fingerprint)
+    messages().print(f"{count} of {counted(len(planned), 'call')} would be {doing} for {device}")
 
 
 def _sets(found: Found) -> Sequence[Sequence[SharedCall]]:

@@ -43,7 +43,7 @@ class TuneOutcome:
         seconds: Duration of all searches.
         budget: Seconds for each search.
         not_started: The calls left when the time for all calls was over.
-        kept: Where results are that could not be saved; empty if all are saved.
+        how_to_import: How to save the results that the cache folder did not take; empty if it took all.
     """
 
     calls: Sequence[Invocation[Any, Any]]
@@ -53,11 +53,12 @@ class TuneOutcome:
     seconds: float
     budget: float | None = None
     not_started: Sequence[Invocation[Any, Any]] = ()
-    kept: str = ""
+    how_to_import: str = ""
 
     def lines(self) -> list[str]:
         """Return the summary: counts, reasons of unfinished searches, and how to continue."""
-        return [printable(line) for line in (self._counts(), *self._reasons(), self.kept, self._how_to_go_on()) if line]
+        lines = (self._counts(), *self._reasons(), self.how_to_import, self._how_to_go_on())
+        return [printable(line) for line in lines if line]
 
     def _kinds(self) -> dict[str, list[Invocation[Any, Any]]]:
         """Return the calls by their kind of result; each call has one."""

@@ -258,8 +258,8 @@ def step_lines(checked: Checked | None) -> list[str]:
     return ["step: unchanged, because no call has a new configuration"] if checked is None else checked.lines()
 
 
-def alone(result: AutotuningResult, program: Program | None, cache: Path | None) -> list[str]:
-    """Return a line for a step that was not to be compared; none without a program or a faster configuration."""
+def not_compared(result: AutotuningResult, program: Program | None, cache: Path | None) -> list[str]:
+    """Return the line after `--no-check-step`; none without a program, or if no call has a faster configuration."""
     if program is None or all(search.is_kept for search in result.searches):
         return []
     command = f"ejkernel bench {with_cache(program.target, cache)}"

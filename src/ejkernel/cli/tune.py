@@ -27,7 +27,7 @@ from ejkernel.cli.outcome import TuneOutcome
 from ejkernel.cli.progress import bars
 from ejkernel.cli.saved import SavedCalls
 from ejkernel.cli.sources import Source, find, find_by, find_for_mesh, find_sendable
-from ejkernel.cli.step_check import SHARE, Checked, StepCheck, alone, settled, step_lines
+from ejkernel.cli.step_check import SHARE, Checked, StepCheck, not_compared, settled, step_lines
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
@@ -198,13 +198,13 @@ def _tune_found(
             seconds=seconds,
             budget=options.budget,
             not_started=_in_one(todo[started_sets:]),
-            kept=store.how_to_import,
+            how_to_import=store.how_to_import,
         )
         failed = outcome.failed
         _print(console, outcome.lines())
     _print(console, saved.doubts(tried, result.searches, options.budget))
     if check is None:
-        _print(console, alone(result, source.program, options.cache))
+        _print(console, not_compared(result, source.program, options.cache))
     elif tried or checked is not None:
         _print_step(options, checked)
     found.settle(saved.is_tuned)

@@ -324,7 +324,7 @@ def megablox_product(
         lhs, rhs: The operands, varying over the same axes under `shard_map`.
         sizes: int32; the number of rows before the first matrix's group, then the rows of each group.
         dtype: The dtype of the result.
-        memory: Where its arrays are.
+        memory: The limit on vector memory, and where the arrays are.
         interpret: Whether to run the kernel in the interpreter.
         **layout: `tiling`, whose rows must divide the number of rows, and `transpose_rhs`.
     """

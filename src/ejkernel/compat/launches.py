@@ -20,8 +20,8 @@ class KernelMemory(NamedTuple):
 
     Attributes:
         limit: The most bytes of vector memory that the kernel may take; `None` for the compiler's default.
-        in_hbm: Whether operands and results are in HBM. Otherwise XLA keeps short ones in vector memory, where the
-            kernel reads and writes them in place, without windows.
+        in_hbm: Whether operands and results are in HBM. Otherwise XLA may keep short ones in vector memory; the kernel
+            then reads and writes them in place, without windows.
     """
 
     limit: int | None
@@ -29,7 +29,7 @@ class KernelMemory(NamedTuple):
 
 
 def launched(run: Callable[..., Any], args: tuple[Any, ...], memory: KernelMemory) -> Any:
-    """Return `run(*args)` with its kernel in this memory, which JAX's own functions do not take."""
+    """Return the results of `run(*args)`, with its kernels launched in this memory."""
     traced, shape = jax.make_jaxpr(run, return_shape=True)(*args)
     return jax.tree.unflatten(jax.tree.structure(shape), _evaluated(traced, jax.tree.leaves(args), memory))
 
@@ -40,7 +40,7 @@ def _evaluated(traced: ClosedJaxpr, leaves: Sequence[Any], memory: KernelMemory)
     program = jax.jit(jaxpr_as_fun(ClosedJaxpr(traced.jaxpr.replace(eqns=equations), traced.consts)))
     if not memory.in_hbm:
         return program(*leaves)
-    # JAX has no rules for `vmap` over arrays whose type says that they are in HBM, so it maps the kernel before that.
+    # JAX cannot map arrays with the type of HBM by `vmap`, so it maps the kernel before the arrays have this type.
     launch: Any = custom_vmap(program)
 
     def batched(size: int, is_mapped: Sequence[bool], *leaves: Any) -> Any:
@@ -57,7 +57,7 @@ def _is_kernel(equation: Any) -> bool:
 
 
 def _placed(equation: Any, memory: KernelMemory) -> list[Any]:
-    """Return the equations of a kernel with its memory."""
+    """Return the equations that launch a kernel in this memory."""
     params, before = dict(equation.params), []
     if memory.limit is not None:
         params["compiler_params"] = dataclasses.replace(params["compiler_params"], vmem_limit_bytes=memory.limit)

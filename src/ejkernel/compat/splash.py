@@ -61,7 +61,7 @@ def splash_forward(
         mask: The static mask.
         blocks: They divide the lengths.
         soft_cap: See `flash_attention`.
-        memory: Where its arrays are.
+        memory: The limit on vector memory, and where the arrays are.
         interpret: Whether to run the kernel in the interpreter.
     """
     kernel = _kernel(mask, blocks, None, soft_cap, interpret)

@@ -70,7 +70,7 @@ def canonical_sinks(sinks: Any, heads: int) -> Any:
 
 
 def int32(indices: Any) -> Any:
-    """Return indices as int32, with its limits in place of numbers beyond them: they stay out of range.
+    """Return indices as int32; numbers beyond its limits become these limits, which are out of range, too.
 
     A type stays a type, for calls that are read from a program's text.
     """
@@ -81,9 +81,9 @@ def int32(indices: Any) -> Any:
     if indices.dtype.itemsize < 4:
         return jnp.asarray(indices).astype(jnp.int32)
     # Clip before JAX sees a NumPy array: unless it enables 64-bit types, JAX keeps the lower half of each number.
-    of = np if isinstance(indices, np.ndarray) else jnp
+    library = np if isinstance(indices, np.ndarray) else jnp
     least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
-    return jnp.asarray(of.clip(indices, max(least, np.iinfo(indices.dtype).min), most).astype(np.int32))
+    return jnp.asarray(library.clip(indices, max(least, np.iinfo(indices.dtype).min), most).astype(np.int32))
 
 
 def type_text(value: Any) -> str:

@@ -21,7 +21,8 @@ from ejkernel.ops.implementation import OperationCall
 
 LANES = 128  # elements of a vector register's row
 USUAL_LIMIT = 16 << 20  # bytes that a kernel may take by default
-_LONG = 6 << 20  # bytes of arrays from which they are in HBM
+_LONG = 6 << 20  # bytes; operands that take this much or more are in HBM
+WIDE_UNITS = ("tpu:tpu_v6_lite", "tpu:tpu7x")  # chips with a matrix unit 256 wide
 # The compiler's default limits for other chips.
 _LIMITS = {"tpu:tpu_v6_lite": 32 << 20, "tpu:tpu7x": 32 << 20}
 # Vector memory of chips, in bytes.
@@ -32,16 +33,12 @@ _MEMORY = {
     "tpu:tpu7x": 64 << 20,
 }
 _SCHEDULES = 1.02  # kernels of one form may take this much more if XLA keeps some of their arrays
-_UNTUNED = 27  # 32nds of the memory for untuned calls
+_UNTUNED = 27  # 32nds of the memory that untuned calls may take
 _LEAST = 16 << 20  # limit and memory of a v4
 _UNKNOWN = (
     "every TPU. The chip is unknown; to name it, lower the program for arguments with the sharding of a device of a "
     "topology (jax.experimental.topologies)."
 )
-
-
-# Chips with a matrix unit 256 wide.
-WIDE_UNITS = ("tpu:tpu_v6_lite", "tpu:tpu7x")
 
 
 class Need(NamedTuple):
@@ -150,17 +147,19 @@ def untuned_of(call: OperationCall) -> int:
 
 
 def usual_of(call: OperationCall) -> int:
-    """Return the same for a kernel with the compiler's default limit."""
+    """Return the most bytes for an untuned call of a kernel with the compiler's default limit."""
     return limit_of(call, surely=True) * _UNTUNED // 32
 
 
 def memory_to_pass(need: Need, arrays: Iterable[Any]) -> compat.KernelMemory:
-    """Return the memory of a kernel's launch.
+    """Return the limit on vector memory for a kernel, and whether its arrays are in HBM.
 
-    The limit is twice the estimate, which may be too low. The compiler accepts a limit above the chip's memory, and
-    refuses a kernel that takes more than there is. If its arrays are long, all of them are in HBM, so that a kernel
-    takes the same in every program. XLA would keep some in vector memory: simulated attention of 2,048 positions gains
-    3 to 6 % by that, but a whole program of 1,024 positions and 8 heads 24 %.
+    The limit is twice the estimate, because the estimate may be too low. The compiler accepts a limit above the chip's
+    memory, and refuses a kernel that takes more than there is.
+
+    Long arrays are in HBM, so that the kernel takes the same vector memory in every program. For that, simulated
+    attention of 2,048 positions takes 3 to 6 % more cycles. XLA may keep shorter arrays in vector memory: without that,
+    a program of 1,024 positions and 8 heads would take 32 to 36 % more.
 
     Args:
         need: The estimate.

@@ -418,7 +418,7 @@ def _check_reduction(reduction: Any) -> None:
 
 
 def _counted(labels: Any, ignore_index: Any) -> jax.Array:
-    """Return which labels count; labels are in the caller's dtype, in which none may equal the index."""
+    """Return which labels count: all that differ from the index, which their dtype may not hold."""
     index = python_numbers(ignore_index, Takes.NUMBERS)
     if index is not None and not is_integer(index):
         raise ArgumentError(f"ignore_index must be an integer or None, got {given_text(ignore_index)}.")

@@ -147,8 +147,8 @@ def memory(call: RowNormCall, params: PallasParams) -> Need:
 def parts_of(call: RowNormCall, params: PallasParams) -> Parts:
     """Return the memory of a kernel by its causes.
 
-    There are two buffers of each window of rows, and of columns, where a value per row takes a register's row. What the
-    compiler keeps of the float32 values of a block depends on its schedule.
+    The known bytes are two buffers of each window of rows, and of the columns, where a value for each row takes a
+    register's row. The compiler's schedule decides how many float32 values of a block take memory, too.
     """
     dim, size, is_centred = up(call.dim), jnp.dtype(call.dtype).itemsize, call.formula.centred
     arrays = (3 if call.backward else 2) + (1 if call.backward else 2) * call.residual

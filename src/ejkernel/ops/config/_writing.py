@@ -119,11 +119,11 @@ def replace_judged(texts: Mapping[Path, str], root: Path, check: Callable[[], ob
 
 
 def keep_elsewhere(folder: Path | None, parts: tuple[str, ...], text: str) -> Path | None:
-    """Write a file that a cache folder does not take to a temporary folder of the same layout; return that folder.
+    """Write a file that a cache folder does not take to a temporary folder; return it, or `None` without any.
 
     Args:
-        folder: The folder; `None` creates one.
-        parts: The path of the file in the cache folder.
+        folder: The temporary folder; `None` creates one.
+        parts: The path of the file in the cache folder, and in the temporary one.
         text: Its content.
     """
     place = folder

@@ -252,13 +252,13 @@ def occurrences(jaxpr: Any, platform: str, *, in_gradients: bool = False) -> Map
     """Return how often one run of a traced program makes each call: in a `scan`, once for each step.
 
     A `while_loop` counts as one step, and a `cond` as the branch with the most calls, so the numbers are lower bounds.
-    Calls inside a kernel count as its trace makes them. Calls that split themselves over a mesh are not counted: their
-    shards have other keys.
+    Calls inside a kernel count, too. Calls that split themselves over a mesh do not, because their shards have other
+    keys.
 
     Args:
         jaxpr: The program.
         platform: Its platform.
-        in_gradients: Whether to count the calls inside gradient rules, which are traced for it once more.
+        in_gradients: Whether to trace gradient rules again, and count the calls inside them.
     """
     return _Counter(platform, in_gradients).count(jaxpr)
 

@@ -59,7 +59,7 @@ def order_of(problem: BackwardProblem, params: BackwardParams) -> Order:
 
 def full_time(problem: BackwardProblem, params: BackwardParams) -> float:
     """Return how long all blocks of keys take without a mask, in steps of 64 queries."""
-    # Of ten gradients on one H200 with 1 to 8 parts, nine have the fastest of 3 to 6, and one is 1 % slower.
+    # Of ten gradients on one H200, it finds the fastest of 3 to 6 numbers of parts for nine, and one 1 % slower.
     steps = _steps_of(problem, params)
     if steps.size > FEW_BLOCKS:
         return math.ceil(steps.size / MULTIPROCESSORS) * float(steps.max())
@@ -67,7 +67,7 @@ def full_time(problem: BackwardProblem, params: BackwardParams) -> float:
 
 
 def _alike_parts(problem: BackwardProblem, params: BackwardParams) -> int:
-    """Return how many consecutive parts have equally many heads: those of one example, or all of one length.
+    """Return how many consecutive parts have equally many heads: those of one example, or of all for uneven parts.
 
     If the heads of a group divide unevenly, the longer parts of all examples come first.
     """

@@ -133,7 +133,7 @@ def target_names() -> list[str]:
 
 
 def _number(name: str) -> str:
-    """Return the digits of a name."""
+    """Return the digits in the name of a target, e.g. `7` of `tpu7x`."""
     return re.sub(r"\D", "", name)
 
 

@@ -130,8 +130,9 @@ class Saver:
         space = {"space": space_digest(self.kernel, call)} if self.own_space else {}
         self.chain.remember(key, found.config, call=call.description, measured=found.summary_data() | space)
         store = self.chain.persistent
-        why = store.why_unwritten(key) if isinstance(store, PersistentCache) and self.chain.persist_autotune else ""
-        if not isinstance(store, PersistentCache) or not why:
+        if not isinstance(store, PersistentCache) or not self.chain.persist_autotune:
+            return ""
+        if not (why := store.why_unwritten(key)):
             return ""
         kept = "" if store.kept_in is None else f"; it is kept in {store.kept_in}"
         return f"{store.path} cannot be written: {why}{kept}"
