@@ -108,13 +108,12 @@ def _large(dice: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def estimates(case: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
     """Return our estimates for the kernels of a case with these blocks."""
-    from ejkernel.kernels._vector_memory import compiled as known
     from ejkernel.kernels.flash_attention import splash
     from ejkernel.kernels.flash_attention._splash_weights import WEIGHTS
 
     call = call_of(case)
     params = splash.Splash().params_type(backward=call.backward)(**sizes)
-    found = {name: parts.need(WEIGHTS, known()) for name, parts in parts_by_kernel(call, params).items()}
+    found = {name: parts.need(WEIGHTS) for name, parts in parts_by_kernel(call, params).items()}
     return {
         "estimated": {name: need.most for name, need in found.items()},
         "least": {name: need.least for name, need in found.items()},

@@ -4,16 +4,16 @@
 The results are files of `benchmarks.memory_tpu`, `memory_splash_tpu`, `memory_tpu_calls`, `memory_others_tpu` and
 `heuristics_tpu`.
 
-`table` writes the table of compiled kernels. Kernels of one form take the same vector memory, beyond what follows from
-their shapes. The table has this rest for each form, the highest if several kernels of a form were compiled. Prints how
-far the kernels of a form differ.
+`table` writes the table of compiled kernels. Kernels of one form take the same vector memory for intermediate values.
+The table has these bytes for each form, the highest if several kernels of a form were compiled. Prints how far the
+kernels of a form differ.
 
 `pallas_tpu`, `splash` and `others` fit the estimates of kernels that are not in the table. For each kind of kernel, a
 linear program finds weights of the sizes that the estimate has. They minimise the sum of the estimates, each over the
 compiler's figure, and give no estimate below it. The weights are then found again without a tenth of the kernels, and
-the estimates of that tenth compared with the compiler's figures, for each tenth of three orders. A margin covers what
-most of these estimates lack. Prints the shares of estimates within 10 % and 20 %, and of those below the compiler's
-figure in this comparison.
+the estimates of that tenth compared with the compiler's figures, for each tenth of three orders. A margin covers most
+of these kernels. Prints the shares of estimates within 10 % and 20 %, and of those below the compiler's figure in this
+comparison.
 """
 
 from __future__ import annotations

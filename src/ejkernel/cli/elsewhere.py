@@ -61,7 +61,7 @@ def run_compile(options: TuneOptions, device: str, output: Path) -> None:
 
 
 def run_estimate(options: TuneOptions, device: str) -> int:
-    """Estimate the candidates of a program's calls and store the estimates; return 1 if there is no estimate.
+    """Estimate the candidates of a program's calls and store the estimates; return 1 without any estimate.
 
     With `--dry-run`, list the candidates and return 0.
     """

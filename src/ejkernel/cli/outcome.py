@@ -27,8 +27,8 @@ _KINDS: Final = {
     "failed": "failed",
     "not started": "not started",
 }
-_SHOWN: Final = 6  # calls that were not started
-_LEAST: Final = 10.0  # seconds of a budget that is worth suggesting
+_SHOWN: Final = 6  # calls not started
+_LEAST: Final = 10.0  # seconds of a budget worth suggesting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class TuneOutcome:
         yield from self._without_search()
 
     def _without_search(self) -> Iterator[str]:
-        """Yield the calls that were not started, and those whose search failed."""
+        """Yield the calls not started, and those with a failed search."""
         if self.not_started:
             names = [_name(inv) for inv in self.not_started[:_SHOWN]]
             others = len(self.not_started) - len(names)
@@ -159,7 +159,7 @@ def doubled(*seconds: float | None) -> int:
 
 
 def integers_in_words(inv: Invocation[Any, Any]) -> str:
-    """Return a sentence about integer arrays with values that were guessed for the measurement; empty without any."""
+    """Return a sentence about integer arrays with values guessed for the measurement; empty without any."""
     found = guessed_integers(inv)
     return found and (
         f"the values of {found} were random zeros and ones. If they affect the time, give the kernel example_inputs."

@@ -2,7 +2,7 @@
 """The last part of `ejkernel tune`: it compares the program's step without and with the new configurations.
 
 Those that slow the step are replaced by the earlier ones. The searches have saved all of them already: Ctrl-C
-loses nothing, and the next run compares the step if this one did not.
+loses nothing, and the next run compares a step not yet compared.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class StepCheck:
                 )
 
     def _before(self, inv: Invocation[Any, Any], now: StoredEntry) -> Any:
-        """Return the configuration in force before the search: the one saved then, else the heuristic's."""
+        """Return the configuration in force before the search: saved then, or the heuristic's."""
         kernel = kernel_of(inv)
         config, entry = self.earlier.get(inv.key, (None, None))
         if (

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 _MOST_DRAWN: Final = 1 << 30  # bytes of random arguments: a program given by types alone may be too large to run
-_LEAST_SHARE: Final = 5.0  # seconds of a search that are worth its start
+_LEAST_SHARE: Final = 5.0  # seconds of a search worth its start
 _WEIGHT_ALONE: Final = 0.1  # share of the time of a call with one candidate, relative to one with several
 
 
@@ -448,7 +448,7 @@ def _weight(calls: Sequence[SharedCall]) -> float:
 
 
 def _advice(event: WorkerRestarted, told: list[str]) -> str:
-    """Return advice for a worker that was ended after a silence; only once, since all have the same reason."""
+    """Return advice for a worker ended after a silence; only once, since all have the same reason."""
     if told or not event.reason.startswith(("no sign of life", "deadline exceeded")):
         return ""
     told.append(event.reason)

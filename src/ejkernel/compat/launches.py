@@ -35,7 +35,7 @@ def launched(run: Callable[..., Any], args: tuple[Any, ...], memory: KernelMemor
 
 
 def _evaluated(traced: ClosedJaxpr, leaves: Sequence[Any], memory: KernelMemory) -> Any:
-    equations = [own for each in traced.eqns for own in (_placed(each, memory) if _is_kernel(each) else (each,))]
+    equations = [own for each in traced.eqns for own in _placed(each, memory)]
     # inside of `jit`, the equations are not checked again after `unchecked`
     program = jax.jit(jaxpr_as_fun(ClosedJaxpr(traced.jaxpr.replace(eqns=equations), traced.consts)))
     if not memory.in_hbm:
@@ -52,12 +52,10 @@ def _evaluated(traced: ClosedJaxpr, leaves: Sequence[Any], memory: KernelMemory)
     return launch(*leaves)
 
 
-def _is_kernel(equation: Any) -> bool:
-    return bool(equation.primitive.name == "pallas_call")
-
-
 def _placed(equation: Any, memory: KernelMemory) -> list[Any]:
-    """Return the equations that launch a kernel in this memory."""
+    """Return the equations that launch a kernel in this memory; other equations stay."""
+    if equation.primitive.name != "pallas_call":
+        return [equation]
     params, before = dict(equation.params), []
     if memory.limit is not None:
         params["compiler_params"] = dataclasses.replace(params["compiler_params"], vmem_limit_bytes=memory.limit)

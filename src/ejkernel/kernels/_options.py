@@ -70,9 +70,9 @@ def canonical_sinks(sinks: Any, heads: int) -> Any:
 
 
 def int32(indices: Any) -> Any:
-    """Return indices as int32; numbers beyond its limits become these limits, which are out of range, too.
+    """Return indices as int32; numbers beyond its limits become these limits, out of range, too.
 
-    A type stays a type, for calls that are read from a program's text.
+    A type stays a type, for calls read from a program's text.
     """
     if indices.dtype == jnp.int32:
         return indices
@@ -92,7 +92,7 @@ def type_text(value: Any) -> str:
 
 
 def wrong_array(value: Any, dtype: str) -> str:
-    """Describe an argument that is not an array of such a dtype, and how to fix it."""
+    """Describe an argument of another dtype, or that is no array, and how to fix it."""
     if is_array(value):
         return f"dtype {value.dtype}; cast it, e.g. to {dtype}"
     fix = "pass a JAX or NumPy array"

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel.kernels._spilled import WEIGHTS
 from ejkernel.kernels._varying import unify_varying
-from ejkernel.kernels._vector_memory import LANES, Need, Parts, compiled, form_of, limit_of, up, usual_of, with_chips
+from ejkernel.kernels._vector_memory import LANES, Need, Parts, form_of, limit_of, up, usual_of, with_chips
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.messages.names import NamedFields
@@ -141,7 +141,7 @@ class Pallas(Implementation[CallT], Generic[CallT]):
 
 def memory(call: RowNormCall, params: PallasParams) -> Need:
     """Return the bytes of vector memory."""
-    return parts_of(call, params).need(WEIGHTS, compiled())
+    return parts_of(call, params).need(WEIGHTS)
 
 
 def parts_of(call: RowNormCall, params: PallasParams) -> Parts:

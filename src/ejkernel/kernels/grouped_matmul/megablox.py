@@ -19,7 +19,6 @@ from ejkernel.kernels._vector_memory import (
     LANES,
     Need,
     Parts,
-    compiled,
     form_of,
     limit_of,
     memory_of,
@@ -107,7 +106,7 @@ class _Megablox(Implementation[GroupedMatmulCall]):
 
     def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> Need:
         """Return the bytes of vector memory."""
-        return self.parts_of(call, params).need(_WEIGHTS, compiled())
+        return self.parts_of(call, params).need(_WEIGHTS)
 
     def parts_of(self, call: GroupedMatmulCall, params: MegabloxParams) -> Parts:
         """Return the memory of a product: two tiles of each operand and result, an accumulator, and intermediates.

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ejkernel import compat
 from ejkernel.kernels._spilled import WEIGHTS
 from ejkernel.kernels._varying import one_by_one
-from ejkernel.kernels._vector_memory import LANES, WIDE_UNITS, Need, Parts, compiled, form_of, limit_of, up, usual_of
+from ejkernel.kernels._vector_memory import LANES, WIDE_UNITS, Need, Parts, form_of, limit_of, up, usual_of
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
@@ -196,7 +196,7 @@ def heads_of_block(call: PagedCall) -> tuple[int, int]:
 
 def memory(call: PagedCall, params: TpuRaggedParams) -> Need:
     """Return the bytes of vector memory."""
-    return parts_of(call, params).need(WEIGHTS, compiled())
+    return parts_of(call, params).need(WEIGHTS)
 
 
 def parts_of(call: PagedCall, params: TpuRaggedParams) -> Parts:

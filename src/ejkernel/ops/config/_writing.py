@@ -126,16 +126,16 @@ def keep_elsewhere(folder: Path | None, parts: tuple[str, ...], text: str) -> Pa
         parts: The path of the file in the cache folder, and in the temporary one.
         text: Its content.
     """
-    place = folder
+    made = None
     try:
-        place = _new_folder() if folder is None else folder
+        place = folder or (made := _new_folder())
         write_file(place.joinpath(*parts), text, root=place)
     except OSError as error:
         # Without any such folder, the caller warns that results stay in this process.
         level = logging.INFO if folder is None else logging.WARNING
         logger.log(level, "a result is not kept in a temporary folder either: %s", printable(error))
-        if folder is None and place is not None:
-            shutil.rmtree(place, ignore_errors=True)
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
         return folder
     return place
 

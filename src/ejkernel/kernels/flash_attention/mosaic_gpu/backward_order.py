@@ -18,10 +18,7 @@ FEW_BLOCKS = 16 * MULTIPROCESSORS
 _ENDS = 6  # of a block of threads, in steps of 64 queries
 _CACHED = 32 << 20  # bytes of one pass over queries that the L2 cache surely keeps
 _MEMORY, _MEMORY_NARROW, _MEMORY_SPLIT = 2.0, 1.4, 0.7  # time to copy a step's queries, and fused sums, from memory
-_HIDDEN, _HIDDEN_SPLIT = (
-    0.05,
-    0.1,
-)  # part of the copies' time, or of the products' if it is less, that adds to the other
+_HIDDEN, _HIDDEN_SPLIT = 0.05, 0.1  # part of the lesser of two times, copies' and products', that adds to the other
 _DRIFT = 0.07  # more time for each further head of more than 64 columns in the fused form, even if all is in the cache
 _SUMMED = 2.5e-4  # time to add up the parts of one row of keys
 

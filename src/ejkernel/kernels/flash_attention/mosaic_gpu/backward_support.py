@@ -184,9 +184,8 @@ def _heuristic_parts(problem: BackwardProblem, params: BackwardParams) -> int:
     if problem.key_lengths or problem.segments:
         # Some blocks of keys are past their example's length, and end at once.
         least = _LEAST_BLOCKS * (2 if problem.key_lengths else 1)
-        return next(
-            (parts for parts in _parts(problem, uneven=False) if parts * blocks >= least), problem.heads_per_group
-        )
+        enough = (parts for parts in _parts(problem, uneven=False) if parts * blocks >= least)
+        return next(enough, problem.heads_per_group)
 
     def estimate(parts: int) -> float:
         changed = dataclasses.replace(params, head_parts=parts)

@@ -4,7 +4,7 @@
 Both operands lie along the rows of the groups, as Hopper's tensor cores read 8-bit numbers. A step is a block, which
 belongs to one group and is filled with zeros: no rows of other groups are read. Scales arrive with their operands.
 
-A tile is stored while the first products of the next one run. An empty group's tiles therefore have a step, too, whose
+A tile is stored while the first products of the next one run. An empty group's tiles therefore have a step, too; its
 products do not count.
 """
 

@@ -90,7 +90,7 @@ class Target:
         return _field(self.description, name)
 
     def number_named(self, name: str) -> float | None:
-        """Return a field of the description that is a number; `None` if it has none of this name."""
+        """Return a number from the description; `None` without a field of this name."""
         return float(text) if (text := self.property_named(name)) else None
 
     @contextlib.contextmanager

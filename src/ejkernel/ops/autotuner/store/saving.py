@@ -296,7 +296,7 @@ def _check(data: AutotuneData, winner: Outcome, *, validated: bool) -> None:
 
 
 def _tried(data: AutotuneData, config: object) -> Outcome | None:
-    """Return the outcome of a configuration that was measured or found faulty; `None` if it was neither."""
+    """Return the outcome of a measured or faulty configuration; `None` for others."""
     token = config_id(config)
     tried = FAULTY | {Status.MEASURED, Status.SAME}
     return next((one for one in data.outcomes if one.status in tried and config_id(one.config) == token), None)

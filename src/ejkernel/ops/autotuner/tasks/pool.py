@@ -66,7 +66,7 @@ class Budget:
 
     @property
     def why_over(self) -> str:
-        """Why the run ends, as the start of a sentence about what it did not finish."""
+        """Why the run ends, as the start of a sentence about the unfinished rest."""
         if self.is_stopped:
             return "the search was stopped"
         return "the budget was spent" if self.left() < 0 else "the search ended"
@@ -291,7 +291,7 @@ class Pool:
         return seconds if math.isfinite(seconds) else None
 
     def settle_statuses(self) -> None:
-        """Mark candidates that were never measured as skipped, with the reason."""
+        """Mark candidates never measured as skipped, with the reason."""
         for candidate in self.tried:
             if candidate.status == Status.READY and candidate.measurement is None:  # compiled, but the time was over
                 candidate.status = Status.SKIPPED

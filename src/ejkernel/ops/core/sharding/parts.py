@@ -78,7 +78,7 @@ def programs_of_parts(node: Node, arrays: Sequence[HasType], choice: Choice) -> 
             jax.ShapeDtypeStruct(_piece(like.shape, names, split), like.dtype)
             for like, names in zip(types, found.operands, strict=True)
         ]
-        # the hook may ask for the start of its shard, which is an index along a mesh axis
+        # the hook may ask for the start of its shard, an index along a mesh axis
         yield str(jax.make_jaxpr(_Trace(CallPart(split), spec), axis_env=[(name, count)])(*pieces))
 
 
