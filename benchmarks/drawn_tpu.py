@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of benchmarks that compile random calls for TPUs, in a process that is replaced when it ends."""
+"""The command line of benchmarks that compile random calls for TPUs, in a process replaced when it ends."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Draws:
     Attributes:
         module: The name of its module in this package.
         about: The help of its command line.
-        what: What its results are, for their file.
+        what: A description of the results, for their file.
         drawn: Returns the call of a seed and an index.
-        compiled: Compiles a call and returns what is to be recorded; an error is recorded as it is.
+        compiled: Compiles a call and returns the facts to record; an error is recorded, too.
         facts: Returns further entries of the file.
         title: The heading of the Markdown file.
         table: Returns the results as Markdown.
@@ -101,7 +101,7 @@ class Draws:
         for line in sys.stdin:
             try:
                 answer = self.compiled(json.loads(line))
-            except Exception as error:  # noqa: BLE001 - whatever the compiler raises is the answer
+            except Exception as error:  # noqa: BLE001 - any error of the compiler is the answer
                 answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"}
             print(json.dumps(answer), flush=True)
 

@@ -29,7 +29,7 @@ _KINDS = ("heuristic", "heuristic", "heuristic", "doubtful")
 
 
 def drawn(seed: int, index: int) -> dict[str, Any]:
-    """Return a call, and what its parameters are: `heuristic`, `refused`, or `left` to the compiler."""
+    """Return a call, and the origin of its parameters: `heuristic`, `refused`, or `left` to the compiler."""
     dice = random.Random(f"heuristics {seed} {index}")
     kind, case = dice.choice(_KINDS), _drawn_call(dice)
     for _ in range(100):
@@ -86,7 +86,7 @@ def _with_params(case: dict[str, Any], kind: str, dice: random.Random) -> dict[s
 
 
 def _status(implementation: Any, call: Any, params: Any) -> str:
-    """Return what the estimate says about parameters: `refused`, `left` to the compiler, or `fits`."""
+    """Return the verdict of the estimate about parameters: `refused`, `left` to the compiler, or `fits`."""
     if implementation.params_fault(call, params) is not None:
         return "refused"
     return "fits" if implementation.doubt(call, params) is None else "left"

@@ -30,8 +30,6 @@ _OF_SPACE = 100  # seeds from here have parameters of the space
 
 def drawn(seed: int, index: int) -> dict[str, Any]:
     """Return a call, its parameters and our estimates."""
-    from ejkernel.kernels._vector_memory import compiled
-
     dice = random.Random(f"others {seed} {index}")
     while seed:
         kind = dice.choice(_KINDS)
@@ -48,8 +46,16 @@ def drawn(seed: int, index: int) -> dict[str, Any]:
     if seed >= _OF_SPACE:
         params = dice.choice([one for one in implementation.space(call) if implementation.doubt(call, one) is None])
     case["params"] = dataclasses.asdict(params)
-    need = _need(implementation, call, params)
-    return case | {"estimated": [need.most], "least": [need.least], "in table": parts_of(case)[0].form in compiled()}
+    return case | estimated(case)
+
+
+def estimated(case: dict[str, Any]) -> dict[str, Any]:
+    """Return our estimates for a case, and whether its kernel is in the table of compiled ones."""
+    from ejkernel.kernels._vector_memory import compiled
+
+    implementation, call = described(case)
+    need = _estimator(implementation).memory(call, _params_of(case))
+    return {"estimated": [need.most], "least": [need.least], "in table": parts_of(case)[0].form in compiled()}
 
 
 @functools.cache
@@ -135,13 +141,12 @@ def described(case: dict[str, Any]) -> tuple[Any, Any]:
 def parts_of(case: dict[str, Any]) -> list[Any]:
     """Return the memory of a kernel by its causes."""
     implementation, call = described(case)
-    params = implementation.params_type(backward=call.backward)(**case["params"])
-    return [_estimator(implementation).parts_of(call, params)]
+    return [_estimator(implementation).parts_of(call, _params_of(case))]
 
 
-def _need(implementation: Any, call: Any, params: Any) -> Any:
-    found = _estimator(implementation)
-    return (found.vector_memory if implementation.name == "tpu_ragged" else found.memory)(call, params)
+def _params_of(case: dict[str, Any]) -> Any:
+    implementation, call = described(case)
+    return implementation.params_type(backward=call.backward)(**case["params"])
 
 
 def _estimator(implementation: Any) -> Any:
@@ -163,13 +168,13 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
     from ejkernel import compat
 
     implementation, call = described(case)
-    params = implementation.params_type(backward=call.backward)(**case["params"])
+    params = _params_of(case)
     sharding = compat.tpu_topology_sharding(attention_tpu.TOPOLOGIES[case["chip"]])
     like = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
 
     def run(*args: Any) -> Any:
         if call.backward:
-            return implementation.backward(call, *args[:3], *args[3:], params=params)
+            return implementation.backward(call, *args, params=params)
         return implementation.forward(call, *args, params=params)[0]
 
     (device,) = sharding.device_set

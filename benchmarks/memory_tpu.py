@@ -8,8 +8,7 @@ arrays of at least 160 MiB, since XLA keeps short ones in vector memory (`benchm
 bytes of vector memory that each kernel uses. Nothing runs on a TPU.
 
 The ratio is our upper estimate over the compiler's figure. A kernel that the compiler refuses has its reason.
-Parameters fit if the upper estimate does, and are refused if what the kernel surely takes does not. Otherwise the
-compiler decides.
+Parameters fit if the upper estimate does, and are refused if the lower one does not. Otherwise the compiler decides.
 """
 
 from __future__ import annotations
@@ -183,7 +182,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             *lines,
             "",
             f"Of the compiled calls, the estimate passed {compiled['fits']}, left {compiled['compiler']} to the "
-            f"compiler, and refused {compiled['no']}. What a kernel surely takes exceeds the compiler's figure in "
+            f"compiler, and refused {compiled['no']}. The lower estimate exceeds the compiler's figure in "
             f"{sum(size > 0 for size in above)} kernels, by at most {max(0, *above)} bytes.",
         ]
     )

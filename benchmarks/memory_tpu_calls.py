@@ -66,7 +66,7 @@ def _listed() -> list[dict[str, Any]]:
 
 
 def _new(name: str) -> Iterator[dict[str, Any]]:
-    """Yield the most common calls whose kernels have another form than those before and common ones."""
+    """Yield the most common calls with another form of kernel than the calls before and common ones."""
     known: set[str] = set()
     for index in range(_COMPILED[name]):
         known.update(_forms(memory_tpu.common_call(index) | {"implementation": name}))
@@ -115,12 +115,11 @@ def _params_of(implementation: Any, call: Any, sizes: dict[str, Any]) -> Any:
 
 
 def _needs(case: dict[str, Any]) -> list[Any]:
-    from ejkernel.kernels._vector_memory import compiled as known
     from ejkernel.kernels.flash_attention._splash_weights import WEIGHTS
     from ejkernel.kernels.flash_attention.pallas_tpu.spilled import WEIGHTS as OWN
 
     weights = WEIGHTS if case["implementation"] == "splash" else OWN
-    return [parts.need(weights, known()) for parts in parts_of(case)]
+    return [parts.need(weights) for parts in parts_of(case)]
 
 
 def _is_in_table(case: dict[str, Any]) -> bool:
@@ -157,7 +156,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def _ratios(one: dict[str, Any]) -> tuple[list[float], list[float | None]]:
-    """Return the ratio of each kernel, and where windows are missing the one without them."""
+    """Return the ratio of each kernel, and the ratio without missing windows, `None` if it has all."""
     kernels = list(zip(one["estimated"], one.get("used", ()), one.get("kept", ()), strict=False))
     without = [(estimate - kept) / used if kept else None for estimate, used, kept in kernels]
     return memory_tpu.ratios(one), without

@@ -1,34 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.memory_tpu_fit WHAT RESULTS...`: estimates of vector memory of attention on TPUs from figures.
+"""`python -m benchmarks.memory_tpu_fit WHAT RESULTS...`: fit the estimates of vector memory on TPUs to figures.
 
 The results are files of `benchmarks.memory_tpu`, `memory_splash_tpu`, `memory_tpu_calls`, `memory_others_tpu` and
 `heuristics_tpu`.
 
-`table` writes the table of compiled kernels. Kernels of one form take the same vector memory, beyond what follows from
-their shapes. The table has this rest for each form, the highest if several kernels of a form were compiled. Prints how
-far the kernels of a form differ.
+`table` writes the table of compiled kernels. Kernels of one form take the same vector memory for intermediate values.
+The table has these bytes for each form, the highest if several kernels of a form were compiled. Prints how far the
+kernels of a form differ.
 
 `pallas_tpu`, `splash` and `others` fit the estimates of kernels that are not in the table. For each kind of kernel, a
 linear program finds weights of the sizes that the estimate has. They minimise the sum of the estimates, each over the
 compiler's figure, and give no estimate below it. The weights are then found again without a tenth of the kernels, and
-the estimates of that tenth compared with the compiler's figures, for each tenth of three orders. A margin covers what
-most of these estimates lack. Prints the shares of estimates within 10 % and 20 %, and of those below the compiler's
-figure in this comparison.
+the estimates of that tenth compared with the compiler's figures, for each tenth of three orders. A margin covers most
+of these kernels. Prints the shares of estimates within 10 % and 20 %, and of those below the compiler's figure in this
+comparison.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import random
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks import attention_tpu, heuristics_tpu, memory_others_tpu, memory_splash_tpu, memory_tpu, memory_tpu_calls
+from benchmarks.drawn_tpu import Draws
 
 _MARGINS = (0.04, 0.6)
 _FEW = 40  # kernels of a kind; for fewer, the margin covers all that are left out
@@ -37,6 +39,11 @@ _WEIGHTS = {
     "pallas_tpu": "flash_attention/pallas_tpu/spilled.py",
     "splash": "flash_attention/_splash_weights.py",
     "others": "_spilled.py",
+}
+_DRAWS: dict[str, tuple[Draws, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "pallas_tpu": (memory_tpu.DRAWS, memory_tpu.estimated),
+    "splash": (memory_splash_tpu.DRAWS, lambda one: memory_splash_tpu.estimates(one, one["params"])),
+    "others": (memory_others_tpu.DRAWS, memory_others_tpu.estimated),
 }
 _TABLE = Path(__file__).parents[1] / "src/ejkernel/data/compiled/tpu.json"
 _WHAT = "bytes of intermediate values in kernels compiled by Google's compiler; nothing ran on a TPU"
@@ -148,20 +155,14 @@ def shares(ratios: Sequence[float]) -> str:
     )
 
 
-def merged(results: Sequence[dict[str, Any]], table: dict[str, dict[str, float]], out: Path) -> None:
-    """Write all results with the estimates of new weights, and their table."""
-    from ejkernel.kernels.flash_attention import _splash_weights
-    from ejkernel.kernels.flash_attention.pallas_tpu import spilled
-
-    of_splash = implementation_of(results[0]) == "splash"
-    weights = _splash_weights.WEIGHTS if of_splash else spilled.WEIGHTS
+def merged(results: Sequence[dict[str, Any]], what: str, table: dict[str, dict[str, float]], out: Path) -> None:
+    """Write all results for `what` with the estimates of new weights, and their table."""
+    module = _WEIGHTS[what].removesuffix(".py").replace("/", ".")
+    weights: dict[str, dict[str, float]] = importlib.import_module(f"ejkernel.kernels.{module}").WEIGHTS
     weights.clear()
     weights.update(table)
-    draws = memory_splash_tpu.DRAWS if of_splash else memory_tpu.DRAWS
-    found = [
-        one | (memory_splash_tpu.estimates(one, one["params"]) if of_splash else memory_tpu.estimated(one))
-        for one in results
-    ]
+    draws, estimated = _DRAWS[what]
+    found = [one | estimated(one) for one in results]
     seeds = {one["seed"] for one in found}
     by_hand = " and chosen by hand" if None in seeds else ""
     names = ", ".join(map(str, sorted(seeds - {None})))
@@ -223,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = fit(kernels(results), given.covered)
     (_FOLDER / _WEIGHTS[given.what]).write_text(f"{_HEAD}{json.dumps(table, indent=4)}\n")
     if given.merged is not None:
-        merged(results, table, given.merged)
+        merged(results, given.what, table, given.merged)
 
 
 if __name__ == "__main__":

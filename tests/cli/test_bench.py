@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ejkernel bench`: the builds that it compares, and what it prints. No test looks at a time."""
+"""`ejkernel bench`: the builds that it compares, and its output. No test looks at a time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vector memory of kernels for TPUs whose chip is known, unknown, or not asked for yet."""
+"""The vector memory of kernels for TPUs, with a known chip, an unknown one, or before it matters."""
 
 from __future__ import annotations
 
@@ -69,6 +69,6 @@ def test_the_operands_and_results_of_long_calls_are_in_hbm(implementation, lengt
 @pytest.mark.parametrize("mapped", [(1,), (2, 1)], ids=str)
 @pytest.mark.parametrize("implementation", [PallasTpu(), Splash()], ids=["pallas_tpu", "splash"])
 def test_a_long_call_under_vmap_is_one_kernel_with_arrays_in_hbm(implementation, mapped):
-    """JAX squeezes an axis of one example, which it cannot for an array that is known to be in HBM."""
+    """JAX squeezes an axis of one example, which it cannot for an array with the type of HBM."""
     text = lowered(implementation, jax.ShapeDtypeStruct((1, 4096, 4, 128), "bfloat16"), mapped)
     assert text.count("input_memory_space_colors") == text.count("@tpu_custom_call") == 1

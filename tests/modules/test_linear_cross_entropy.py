@@ -306,7 +306,7 @@ def weighted(x, weight):
 
 
 def micro_batches(x, weight):
-    """Return the sum of losses of four micro-batches, and gradients that are made inside the loop."""
+    """Return the sum of losses of four micro-batches, and gradients made inside the loop."""
 
     def step(carry, x):
         value, gradients = jax.value_and_grad(loss, (0, 1))(x, weight)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels for TPUs, compiled by Google's compiler for TPUs that are not here: `make test-tpu`.
+"""Kernels for TPUs, compiled by Google's compiler without a TPU: `make test-tpu`.
 
-A program for a TPU is only compiled, never run. The compiler reports the vector memory that each kernel takes. What it
-surely takes by our estimate must not be more, because this decides which configurations are refused, and the upper
-estimate must not be less, because it decides what untuned calls run. How far the latter may be higher is stated with
-each test. XLA may keep short arrays in vector memory; a kernel has no windows for them. `benchmarks.tpu_windows` adds
-these windows for attention. Arrays of other kernels are long.
+A program for a TPU is only compiled, never run. The compiler reports the vector memory that each kernel takes. Our
+lower estimate must not be above this figure, because it decides which configurations are refused. The upper estimate
+must not be below it, because it decides the configurations of untuned calls; each test states how far it may be above.
+XLA may keep short arrays in vector memory; a kernel has no windows for them. `benchmarks.tpu_windows` adds these
+windows for attention. Arrays of other kernels are long.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from ejkernel.kernels.flash_attention.pallas_tpu.params import ForwardParams
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
 from ejkernel.kernels.grouped_matmul.megablox import Megablox, MegabloxWgrad
 from ejkernel.kernels.layer_norm.operation import LayerNormCall
+from ejkernel.kernels.paged_attention import tpu_ragged
 from ejkernel.kernels.paged_attention.common import PagedCall
-from ejkernel.kernels.paged_attention.tpu_ragged import TpuRagged, vector_memory
+from ejkernel.kernels.paged_attention.tpu_ragged import TpuRagged
 from ejkernel.kernels.rms_norm.operation import RmsNormCall
 from ejkernel.modules import FlashAttentionConfig, flash_attention
 from ejkernel.ops.errors import ConfigError
@@ -51,7 +52,7 @@ def sharding(request):
     """The first device of a TPU that is not here."""
     from jax.experimental import topologies
 
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # ask no server for what machine this is
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # ask no server for the type of this machine
     topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[request.param])
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
 
@@ -341,5 +342,5 @@ def test_ragged_paged_attention_compiles_within_the_estimate(sharding, case):
             used = used_memory(
                 lambda *args, params=params: implementation.forward(call, *args, *[None] * 4, params=params)[0], *args
             )
-        need = vector_memory(call, params)
+        need = tpu_ragged.memory(call, params)
         assert need.least <= max(used) <= need.most, params

@@ -316,8 +316,7 @@ def _made(build: Build) -> str:
         return ""
     named = [f"{inv.op_id} ({arguments(inv.description)}) {counted(times, 'time')}" for times, inv in numbers[:_CALLS]]
     more = [counted(len(numbers) - _CALLS, "other")] if len(numbers) > _CALLS else []
-    least = "" if all(inv.key in build.times for inv in build.calls) else "at least "
-    return f"A step makes {least}{sum(times for times, _ in numbers)} calls: {', '.join([*named, *more])}."
+    return f"A step makes {report.number_made(build.calls, build.times)} calls: {', '.join([*named, *more])}."
 
 
 def _as_data(options: BenchOptions, result: _Result) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def build(
     configs: Mapping[ConfigKey, Any] = MappingProxyType({}),
     pure: bool = False,
 ) -> Build:
-    """Compile a program with the configurations of a chain, and run it once: it may need more memory than there is.
+    """Compile a program with the configurations of a chain, and run it once: it may need too much memory.
 
     Args:
         name: The name in tables.

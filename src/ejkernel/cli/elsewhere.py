@@ -61,7 +61,7 @@ def run_compile(options: TuneOptions, device: str, output: Path) -> None:
 
 
 def run_estimate(options: TuneOptions, device: str) -> int:
-    """Estimate the candidates of a program's calls and store the estimates; return 1 if there is no estimate.
+    """Estimate the candidates of a program's calls and store the estimates; return 1 without any estimate.
 
     With `--dry-run`, list the candidates and return 0.
     """
@@ -108,9 +108,8 @@ def _list(options: TuneOptions, found: Found, preparation: Preparation) -> None:
             click.echo(f"  {printable(compact(config))}")
     doing = "estimated" if preparation.folder is None else "compiled"
     count = counted(sum(len(configs) for _, configs in planned), "candidate")
-    messages().print(
-        f"{count} of {counted(len(planned), 'call')} would be {doing} for {name_of_device(preparation.aim.fingerprint)}"
-    )
+    device = name_of_device(preparation.aim.fingerprint)
+    messages().print(f"{count} of {counted(len(planned), 'call')} would be {doing} for {device}")
 
 
 def _sets(found: Found) -> Sequence[Sequence[SharedCall]]:

@@ -238,9 +238,8 @@ def run_list(imports: Sequence[str], *, as_json: bool, device: str = "here") -> 
 
 def _in_brief(implementation: str, reason: str, device: str) -> str:
     """Return a reason without the names of the implementation and the device, which stand beside it."""
-    return reason.removeprefix(f"implementation={implementation!r} ").partition(
-        f", and this call is for {name_of_device(device)};"
-    )[0]
+    here = f", and this call is for {name_of_device(device)};"
+    return reason.removeprefix(f"implementation={implementation!r} ").partition(here)[0]
 
 
 def implementations_on(device: str) -> list[tuple[str, str, str]]:

@@ -27,8 +27,8 @@ _KINDS: Final = {
     "failed": "failed",
     "not started": "not started",
 }
-_SHOWN: Final = 6  # calls that were not started
-_LEAST: Final = 10.0  # seconds of a budget that is worth suggesting
+_SHOWN: Final = 6  # calls not started
+_LEAST: Final = 10.0  # seconds of a budget worth suggesting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class TuneOutcome:
         seconds: Duration of all searches.
         budget: Seconds for each search.
         not_started: The calls left when the time for all calls was over.
-        kept: Where results are that could not be saved; empty if all are saved.
+        how_to_import: How to save the results that the cache folder did not take; empty if it took all.
     """
 
     calls: Sequence[Invocation[Any, Any]]
@@ -53,11 +53,12 @@ class TuneOutcome:
     seconds: float
     budget: float | None = None
     not_started: Sequence[Invocation[Any, Any]] = ()
-    kept: str = ""
+    how_to_import: str = ""
 
     def lines(self) -> list[str]:
         """Return the summary: counts, reasons of unfinished searches, and how to continue."""
-        return [printable(line) for line in (self._counts(), *self._reasons(), self.kept, self._how_to_go_on()) if line]
+        lines = (self._counts(), *self._reasons(), self.how_to_import, self._how_to_go_on())
+        return [printable(line) for line in lines if line]
 
     def _kinds(self) -> dict[str, list[Invocation[Any, Any]]]:
         """Return the calls by their kind of result; each call has one."""
@@ -119,7 +120,7 @@ class TuneOutcome:
         yield from self._without_search()
 
     def _without_search(self) -> Iterator[str]:
-        """Yield the calls that were not started, and those whose search failed."""
+        """Yield the calls not started, and those with a failed search."""
         if self.not_started:
             names = [_name(inv) for inv in self.not_started[:_SHOWN]]
             others = len(self.not_started) - len(names)
@@ -158,7 +159,7 @@ def doubled(*seconds: float | None) -> int:
 
 
 def integers_in_words(inv: Invocation[Any, Any]) -> str:
-    """Return a sentence about integer arrays with values that were guessed for the measurement; empty without any."""
+    """Return a sentence about integer arrays with values guessed for the measurement; empty without any."""
     found = guessed_integers(inv)
     return found and (
         f"the values of {found} were random zeros and ones. If they affect the time, give the kernel example_inputs."

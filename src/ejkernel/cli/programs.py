@@ -342,5 +342,5 @@ def _shape_of(returned: Any) -> str:
 
 
 def with_cache(target: str, cache: Path | None) -> str:
-    """Return the arguments of a command to run next on the same program, with the cache folder that the user named."""
+    """Return the arguments of the next command for a program: its name, and `--cache` if the user passed it."""
     return target if cache is None else f"{target} --cache {shlex.quote(str(cache))}"

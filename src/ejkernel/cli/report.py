@@ -56,11 +56,16 @@ def found(target: str, calls: Sequence[Invocation[Any, Any]], device: str, times
     forward = sum(inv.direction == "fwd" for inv in calls)
     calls_found = counted(len(calls), "distinct call")
     unused = "" if forward or not calls else "; the program uses no forward result, so JAX drops the forward calls"
-    every = sum(times.get(inv.key, 1) for inv in calls)
-    least = "" if all(inv.key in times for inv in calls) else "at least "
-    runs = f", made {least}{every} times in a run" if every > len(calls) else ""
+    is_repeated = any(times.get(inv.key, 1) > 1 for inv in calls)
+    runs = f", made {number_made(calls, times)} times in a run" if is_repeated else ""
     kinds = f"{forward} forward and {len(calls) - forward} backward"
     return f"{target}: {calls_found}, {kinds}{runs}, on {name_of_device(device)}{_cores(device)}{unused}"
+
+
+def number_made(calls: Sequence[Invocation[Any, Any]], times: Times) -> str:
+    """Return how many calls a run makes, e.g. `12`, or `at least 12` if the number of some is unknown."""
+    least = "" if all(inv.key in times for inv in calls) else "at least "
+    return f"{least}{sum(times.get(inv.key, 1) for inv in calls)}"
 
 
 def _cores(device: str) -> str:

@@ -2,7 +2,7 @@
 """The last part of `ejkernel tune`: it compares the program's step without and with the new configurations.
 
 Those that slow the step are replaced by the earlier ones. The searches have saved all of them already: Ctrl-C
-loses nothing, and the next run compares the step if this one did not.
+loses nothing, and the next run compares a step not yet compared.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class StepCheck:
                 )
 
     def _before(self, inv: Invocation[Any, Any], now: StoredEntry) -> Any:
-        """Return the configuration in force before the search: the one saved then, else the heuristic's."""
+        """Return the configuration in force before the search: saved then, or the heuristic's."""
         kernel = kernel_of(inv)
         config, entry = self.earlier.get(inv.key, (None, None))
         if (
@@ -258,8 +258,8 @@ def step_lines(checked: Checked | None) -> list[str]:
     return ["step: unchanged, because no call has a new configuration"] if checked is None else checked.lines()
 
 
-def alone(result: AutotuningResult, program: Program | None, cache: Path | None) -> list[str]:
-    """Return a line for a step that was not to be compared; none without a program or a faster configuration."""
+def not_compared(result: AutotuningResult, program: Program | None, cache: Path | None) -> list[str]:
+    """Return the line after `--no-check-step`; none without a program, or if no call has a faster configuration."""
     if program is None or all(search.is_kept for search in result.searches):
         return []
     command = f"ejkernel bench {with_cache(program.target, cache)}"

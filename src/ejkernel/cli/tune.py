@@ -27,7 +27,7 @@ from ejkernel.cli.outcome import TuneOutcome
 from ejkernel.cli.progress import bars
 from ejkernel.cli.saved import SavedCalls
 from ejkernel.cli.sources import Source, find, find_by, find_for_mesh, find_sendable
-from ejkernel.cli.step_check import SHARE, Checked, StepCheck, alone, settled, step_lines
+from ejkernel.cli.step_check import SHARE, Checked, StepCheck, not_compared, settled, step_lines
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 _MOST_DRAWN: Final = 1 << 30  # bytes of random arguments: a program given by types alone may be too large to run
-_LEAST_SHARE: Final = 5.0  # seconds of a search that are worth its start
+_LEAST_SHARE: Final = 5.0  # seconds of a search worth its start
 _WEIGHT_ALONE: Final = 0.1  # share of the time of a call with one candidate, relative to one with several
 
 
@@ -198,13 +198,13 @@ def _tune_found(
             seconds=seconds,
             budget=options.budget,
             not_started=_in_one(todo[started_sets:]),
-            kept=store.how_to_import,
+            how_to_import=store.how_to_import,
         )
         failed = outcome.failed
         _print(console, outcome.lines())
     _print(console, saved.doubts(tried, result.searches, options.budget))
     if check is None:
-        _print(console, alone(result, source.program, options.cache))
+        _print(console, not_compared(result, source.program, options.cache))
     elif tried or checked is not None:
         _print_step(options, checked)
     found.settle(saved.is_tuned)
@@ -448,7 +448,7 @@ def _weight(calls: Sequence[SharedCall]) -> float:
 
 
 def _advice(event: WorkerRestarted, told: list[str]) -> str:
-    """Return advice for a worker that was ended after a silence; only once, since all have the same reason."""
+    """Return advice for a worker ended after a silence; only once, since all have the same reason."""
     if told or not event.reason.startswith(("no sign of life", "deadline exceeded")):
         return ""
     told.append(event.reason)

@@ -315,42 +315,34 @@ def ragged_dot_mgpu(lhs: Any, rhs: Any, group_sizes: Any, **layout: Any) -> Any:
     return module.ragged_dot(lhs, rhs, group_sizes=group_sizes, **layout)
 
 
-def megablox_product(
-    lhs: Any, rhs: Any, sizes: Any, *, dtype: str, memory: KernelMemory, interpret: bool = False, **layout: Any
-) -> Any:
+def megablox_product(lhs: Any, rhs: Any, sizes: Any, *, dtype: str, memory: KernelMemory, **options: Any) -> Any:
     """Return the grouped product of JAX's TPU kernel; rows outside every group are uninitialised.
 
     Args:
         lhs, rhs: The operands, varying over the same axes under `shard_map`.
         sizes: int32; the number of rows before the first matrix's group, then the rows of each group.
         dtype: The dtype of the result.
-        memory: Where its arrays are.
-        interpret: Whether to run the kernel in the interpreter.
-        **layout: `tiling`, whose rows must divide the number of rows, and `transpose_rhs`.
+        memory: The limit on vector memory, and where the arrays are.
+        **options: `tiling`, whose rows must divide the number of rows; `transpose_rhs` and `interpret`.
     """
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
-    how = {"preferred_element_type": jnp.dtype(dtype), "interpret": interpret, "group_offset": jnp.int32(1), **layout}
-    return unchecked(lambda: launched(functools.partial(inspect.unwrap(gmm), **how), (lhs, rhs, sizes), memory), lhs)
+    return _megablox(gmm, (lhs, rhs, sizes), memory, preferred_element_type=jnp.dtype(dtype), **options)
 
 
 def megablox_weights_gradient(
-    lhs: Any,
-    rhs: Any,
-    sizes: Any,
-    *,
-    count: int,
-    dtype: str,
-    memory: KernelMemory,
-    interpret: bool = False,
-    **layout: Any,
+    lhs: Any, rhs: Any, sizes: Any, *, count: int, dtype: str, memory: KernelMemory, **options: Any
 ) -> Any:
-    """Return the weight gradient of each group from JAX's TPU kernel; see `megablox_product`."""
+    """Return the weight gradient of each of `count` groups from JAX's TPU kernel; see `megablox_product`."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-    how = {"preferred_element_type": jnp.dtype(dtype), "interpret": interpret, "group_offset": jnp.int32(1), **layout}
-    run = functools.partial(inspect.unwrap(tgmm), num_actual_groups=count, **how)
-    return unchecked(lambda: launched(run, (lhs.swapaxes(0, 1), rhs, sizes), memory), lhs)
+    options |= {"preferred_element_type": jnp.dtype(dtype), "num_actual_groups": count}
+    return _megablox(tgmm, (lhs.swapaxes(0, 1), rhs, sizes), memory, **options)
+
+
+def _megablox(kernel: Any, args: tuple[Any, Any, Any], memory: KernelMemory, **options: Any) -> Any:
+    run = functools.partial(inspect.unwrap(kernel), group_offset=jnp.int32(1), **options)
+    return unchecked(lambda: launched(run, args, memory), args[0])
 
 
 def tpu_ragged_paged_attention(

@@ -20,8 +20,8 @@ class KernelMemory(NamedTuple):
 
     Attributes:
         limit: The most bytes of vector memory that the kernel may take; `None` for the compiler's default.
-        in_hbm: Whether operands and results are in HBM. Otherwise XLA keeps short ones in vector memory, where the
-            kernel reads and writes them in place, without windows.
+        in_hbm: Whether operands and results are in HBM. Otherwise XLA may keep short ones in vector memory; the kernel
+            then reads and writes them in place, without windows.
     """
 
     limit: int | None
@@ -29,18 +29,18 @@ class KernelMemory(NamedTuple):
 
 
 def launched(run: Callable[..., Any], args: tuple[Any, ...], memory: KernelMemory) -> Any:
-    """Return `run(*args)` with its kernel in this memory, which JAX's own functions do not take."""
+    """Return the results of `run(*args)`, with its kernels launched in this memory."""
     traced, shape = jax.make_jaxpr(run, return_shape=True)(*args)
     return jax.tree.unflatten(jax.tree.structure(shape), _evaluated(traced, jax.tree.leaves(args), memory))
 
 
 def _evaluated(traced: ClosedJaxpr, leaves: Sequence[Any], memory: KernelMemory) -> Any:
-    equations = [own for each in traced.eqns for own in (_placed(each, memory) if _is_kernel(each) else (each,))]
+    equations = [own for each in traced.eqns for own in _placed(each, memory)]
     # inside of `jit`, the equations are not checked again after `unchecked`
     program = jax.jit(jaxpr_as_fun(ClosedJaxpr(traced.jaxpr.replace(eqns=equations), traced.consts)))
     if not memory.in_hbm:
         return program(*leaves)
-    # JAX has no rules for `vmap` over arrays whose type says that they are in HBM, so it maps the kernel before that.
+    # JAX cannot map arrays with the type of HBM by `vmap`, so it maps the kernel before the arrays have this type.
     launch: Any = custom_vmap(program)
 
     def batched(size: int, is_mapped: Sequence[bool], *leaves: Any) -> Any:
@@ -52,12 +52,10 @@ def _evaluated(traced: ClosedJaxpr, leaves: Sequence[Any], memory: KernelMemory)
     return launch(*leaves)
 
 
-def _is_kernel(equation: Any) -> bool:
-    return bool(equation.primitive.name == "pallas_call")
-
-
 def _placed(equation: Any, memory: KernelMemory) -> list[Any]:
-    """Return the equations of a kernel with its memory."""
+    """Return the equations that launch a kernel in this memory; other equations stay."""
+    if equation.primitive.name != "pallas_call":
+        return [equation]
     params, before = dict(equation.params), []
     if memory.limit is not None:
         params["compiler_params"] = dataclasses.replace(params["compiler_params"], vmem_limit_bytes=memory.limit)

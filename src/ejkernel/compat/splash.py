@@ -61,7 +61,7 @@ def splash_forward(
         mask: The static mask.
         blocks: They divide the lengths.
         soft_cap: See `flash_attention`.
-        memory: Where its arrays are.
+        memory: The limit on vector memory, and where the arrays are.
         interpret: Whether to run the kernel in the interpreter.
     """
     kernel = _kernel(mask, blocks, None, soft_cap, interpret)
@@ -116,7 +116,7 @@ def splash_backward(
 
 @functools.lru_cache(maxsize=64)
 def _kernel(mask: SplashMask, blocks: SplashBlocks, of: str | None, soft_cap: float | None, interpret: bool) -> Any:
-    """Return JAX's kernel object: the tables of the mask, and what belongs to them."""
+    """Return JAX's kernel object, with the tables of the mask and the options of its kernels."""
     splash = _kernels()
     backward: dict[str, Any] = {}
     if of is not None:  # the kernel of the query's gradient has no blocks to compute in

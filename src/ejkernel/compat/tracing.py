@@ -287,8 +287,8 @@ def match_varying(primal: Any, gradient: Any) -> Any:
 def varying_alike(arrays: Tree, cotangents: Sequence[Any]) -> tuple[Tree, Sequence[Any]]:
     """Return the arguments of a gradient rule with every array varying over the union of their mesh axes.
 
-    In a rule that mixes arrays which vary with others, JAX would sum some terms over devices, and not the others. The
-    cotangent of a result that does not vary is that of all devices: here the first one has it, and the others zeros.
+    A rule may multiply an array that varies by one that does not; JAX would then sum only some terms over devices. The
+    cotangent of a result that does not vary belongs to all devices together: the first keeps it, the others get zeros.
     """
     every = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((arrays, cotangents))))
     if not every:

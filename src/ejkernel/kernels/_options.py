@@ -70,9 +70,9 @@ def canonical_sinks(sinks: Any, heads: int) -> Any:
 
 
 def int32(indices: Any) -> Any:
-    """Return indices as int32, with its limits in place of numbers beyond them: they stay out of range.
+    """Return indices as int32; numbers beyond its limits become these limits, out of range, too.
 
-    A type stays a type, for calls that are read from a program's text.
+    A type stays a type, for calls read from a program's text.
     """
     if indices.dtype == jnp.int32:
         return indices
@@ -81,9 +81,9 @@ def int32(indices: Any) -> Any:
     if indices.dtype.itemsize < 4:
         return jnp.asarray(indices).astype(jnp.int32)
     # Clip before JAX sees a NumPy array: unless it enables 64-bit types, JAX keeps the lower half of each number.
-    of = np if isinstance(indices, np.ndarray) else jnp
+    library = np if isinstance(indices, np.ndarray) else jnp
     least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
-    return jnp.asarray(of.clip(indices, max(least, np.iinfo(indices.dtype).min), most).astype(np.int32))
+    return jnp.asarray(library.clip(indices, max(least, np.iinfo(indices.dtype).min), most).astype(np.int32))
 
 
 def type_text(value: Any) -> str:
@@ -92,7 +92,7 @@ def type_text(value: Any) -> str:
 
 
 def wrong_array(value: Any, dtype: str) -> str:
-    """Describe an argument that is not an array of such a dtype, and how to fix it."""
+    """Describe an argument of another dtype, or that is no array, and how to fix it."""
     if is_array(value):
         return f"dtype {value.dtype}; cast it, e.g. to {dtype}"
     fix = "pass a JAX or NumPy array"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vector memory of kernels for TPUs.
 
-The bytes of windows and scratch arrays follow from the shapes. The compiler also keeps intermediate values there, which
-depend on its schedule, so an estimate of them is an upper bound that a few kernels exceed. Parameters are invalid only
-if the former exceed the chip's memory. What untuned calls run has to fit by the upper bound and leaves a part of the
-memory free. The compiler decides about the rest, while tuning.
+The bytes of windows and scratch arrays follow from the shapes. If they exceed the memory, parameters are invalid.
+The compiler also keeps intermediate values in vector memory; how many depends on its schedule. Their estimate is an
+upper bound, which a few kernels exceed. By this bound, untuned calls fit and leave a part of the memory free. While
+tuning, the compiler decides about other parameters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from ejkernel.ops.implementation import OperationCall
 
 LANES = 128  # elements of a vector register's row
 USUAL_LIMIT = 16 << 20  # bytes that a kernel may take by default
-_LONG = 6 << 20  # bytes of arrays from which they are in HBM
+_LONG = 6 << 20  # bytes; operands that take this much or more are in HBM
+WIDE_UNITS = ("tpu:tpu_v6_lite", "tpu:tpu7x")  # chips with a matrix unit 256 wide
 # The compiler's default limits for other chips.
 _LIMITS = {"tpu:tpu_v6_lite": 32 << 20, "tpu:tpu7x": 32 << 20}
 # Vector memory of chips, in bytes.
@@ -32,16 +33,12 @@ _MEMORY = {
     "tpu:tpu7x": 64 << 20,
 }
 _SCHEDULES = 1.02  # kernels of one form may take this much more if XLA keeps some of their arrays
-_UNTUNED = 27  # 32nds of the memory for untuned calls
+_UNTUNED = 27  # 32nds of the memory that untuned calls may take
 _LEAST = 16 << 20  # limit and memory of a v4
 _UNKNOWN = (
     "every TPU. The chip is unknown; to name it, lower the program for arguments with the sharding of a device of a "
     "topology (jax.experimental.topologies)."
 )
-
-
-# Chips with a matrix unit 256 wide.
-WIDE_UNITS = ("tpu:tpu_v6_lite", "tpu:tpu7x")
 
 
 class Need(NamedTuple):
@@ -70,10 +67,10 @@ class Parts(NamedTuple):
 
     Attributes:
         least: Bytes that it surely takes.
-        known: Bytes that are no intermediate values.
+        known: Bytes without intermediate values.
         kind: The kind of kernel, a key of the weights.
         sizes: Numbers of intermediate 32-bit values; the compiler keeps some of them in vector memory.
-        form: What its intermediate values depend on, and the chip, a key of the compiled kernels; empty without a chip.
+        form: The facts that decide its intermediate values, a key of the compiled kernels; empty without a chip.
     """
 
     least: int
@@ -82,16 +79,10 @@ class Parts(NamedTuple):
     sizes: Mapping[str, int]
     form: str = ""
 
-    def need(self, weights: Mapping[str, Mapping[str, float]], compiled: Mapping[str, int]) -> Need:
-        """Return the lower bound and the upper estimate.
-
-        Args:
-            weights: The estimate of intermediate values is a weighted sum of the sizes.
-            compiled: Bytes of them in kernels that were compiled, beyond what is known; negative if that is kept in
-                registers. Kernels of one form differ a little.
-        """
-        if self.form in compiled:
-            most = int((self.known + compiled[self.form]) * _SCHEDULES)
+    def need(self, weights: Mapping[str, Mapping[str, float]]) -> Need:
+        """Return the lower bound, and the upper estimate from the table or a weighted sum of the sizes."""
+        if self.form in compiled():
+            most = int((self.known + compiled()[self.form]) * _SCHEDULES)
         else:
             most = self.known + int(4 * sum(self.sizes[name] * weight for name, weight in weights[self.kind].items()))
         return Need(self.least, max(self.least, most))
@@ -99,9 +90,10 @@ class Parts(NamedTuple):
 
 @functools.cache
 def compiled() -> dict[str, int]:
-    """Return the bytes of intermediate values in kernels of common calls, by form: see `Parts`.
+    """Return the table of compiled kernels: the bytes of intermediate values in kernels of common calls, by form.
 
-    Written by `python -m benchmarks.memory_tpu_fit table`.
+    They are negative if the compiler keeps some known bytes in registers. Written by `python -m
+    benchmarks.memory_tpu_fit table`.
     """
     file = resources.files("ejkernel") / "data" / "compiled" / "tpu.json"
     found: dict[str, int] = json.loads(file.read_text(encoding="utf-8"))["bytes"]
@@ -131,8 +123,8 @@ def memory_of(call: OperationCall, *, surely: bool = False) -> int:
 
     Args:
         call: The call. If its chip is unknown, as in a program exported on another machine, the result is the memory of
-            the largest: the compiler refuses what does not fit.
-        surely: Whether an unknown chip is the smallest instead, for what untuned calls run.
+            the largest: the compiler refuses kernels that do not fit.
+        surely: Whether an unknown chip is the smallest instead, for untuned calls.
     """
     return _of_chip(call, _MEMORY, surely)
 
@@ -150,17 +142,19 @@ def untuned_of(call: OperationCall) -> int:
 
 
 def usual_of(call: OperationCall) -> int:
-    """Return the same for a kernel with the compiler's default limit."""
+    """Return the most bytes for an untuned call of a kernel with the compiler's default limit."""
     return limit_of(call, surely=True) * _UNTUNED // 32
 
 
 def memory_to_pass(need: Need, arrays: Iterable[Any]) -> compat.KernelMemory:
-    """Return the memory of a kernel's launch.
+    """Return the limit on vector memory for a kernel, and whether its arrays are in HBM.
 
-    The limit is twice the estimate, which may be too low. The compiler accepts a limit above the chip's memory, and
-    refuses a kernel that takes more than there is. If its arrays are long, all of them are in HBM, so that a kernel
-    takes the same in every program. XLA would keep some in vector memory: simulated attention of 2,048 positions gains
-    3 to 6 % by that, but a whole program of 1,024 positions and 8 heads 24 %.
+    The limit is twice the estimate, because the estimate may be too low. The compiler accepts a limit above the chip's
+    memory, and refuses a kernel that takes more than this memory.
+
+    Long arrays are in HBM, so that the kernel takes the same vector memory in every program. For that, simulated
+    attention of 2,048 positions takes 3 to 6 % more cycles. XLA may keep shorter arrays in vector memory: without that,
+    a program of 1,024 positions and 8 heads would take 32 to 36 % more.
 
     Args:
         need: The estimate.

@@ -164,20 +164,20 @@ def linear_cross_entropy(
 ) -> Any:
     """Compute the cross-entropy of `softmax(x @ weight)` against integer labels, without all logits in memory.
 
-    The logits are `s = cap * tanh(scale * (x @ weight + bias) / cap)`, without what is not given, and a token's loss is
+    The logits are `s = cap * tanh(scale * (x @ weight + bias) / cap)`, without omitted terms, and a token's loss is
     `logsumexp(s) - s[label]`. Logits, sums and the loss are float32 (float64 for float64 arguments).
 
     With `reduction="mean"` or `"sum"`, the gradients of `x`, `weight` and `bias` are computed together with the loss:
     three matmuls of this size in all. With `reduction="none"` each token has its own cotangent, so the backward
     recomputes the logits: four matmuls. To weight tokens, pass `token_weights`, which stays at three matmuls. Without
-    differentiation there is one matmul.
+    differentiation the call takes one matmul.
 
     The gradients are saved between forward and backward. Under `jax.checkpoint` only the inputs are, and the logits are
     computed twice, unless a policy saves `linear_cross_entropy.residuals`. If a `scan` sums the loss of micro-batches,
     differentiate inside the loop, or use `jax.checkpoint`: otherwise each step saves a gradient of the weight. The
     `vmap` of a scalar loss has a gradient of the weight per example: pass all examples to one call instead.
 
-    Under `jit` over a mesh the call splits itself by tokens and by vocabulary; an axis `d` that is sharded is gathered.
+    Under `jit` over a mesh the call splits itself by tokens and by vocabulary; a sharded axis `d` is gathered.
     Inside `jax.shard_map`, the loss is that of the device's tokens, so use `reduction="sum"` with `psum`; and if each
     device holds a part of the vocabulary, pass the name of that mesh axis as `vocab_axis`.
 
@@ -194,12 +194,12 @@ def linear_cross_entropy(
         ignore_index: Tokens with this label have no loss and do not count; `None` ignores none.
         reduction: `mean`: the sum of weighted losses, divided by the sum of the weights, or the number of counted
             tokens; 0 if that is 0. `sum`: the sum. `none`: the loss of each token, `[*batch]`.
-        label_smoothing: The share `a` of the target that is spread evenly over all `V` columns, as in PyTorch: the loss
+        label_smoothing: The share `a` of the target spread evenly over all `V` columns, as in PyTorch: the loss
             is `logsumexp(s) - (1 - a) * s[label] - a * mean(s)`.
-        z_loss: Factor of `logsumexp(s) ** 2`, which is added to each token's loss.
+        z_loss: Factor of `logsumexp(s) ** 2` in each token's loss.
         logits_soft_cap: Squash the logits into `(-cap, cap)` by `cap * tanh(x / cap)`, after scale and bias.
         logits_scale: Factor on the logits before the cap, e.g. the inverse of a temperature.
-        accumulation_dtype: Dtype in which the weight's gradient is summed over chunks of tokens; by default the
+        accumulation_dtype: Dtype of the sum of the weight's gradient over chunks of tokens; by default the
             `accumulation_dtype` of the configuration, which is float32 unless tuned.
         return_lse: Whether to return `logsumexp(s)` of each token, `[*batch]`, as well. It has a gradient, which needs
             the logits again; a program that does not differentiate it does not compute them again.
@@ -422,7 +422,7 @@ def _check_reduction(reduction: Any) -> None:
 
 
 def _counted(labels: Any, ignore_index: Any) -> jax.Array:
-    """Return which labels count; labels are in the caller's dtype, in which none may equal the index."""
+    """Return which labels count: all that differ from the index, which their dtype may not hold."""
     index = python_numbers(ignore_index, Takes.NUMBERS)
     if index is not None and not is_integer(index):
         raise ArgumentError(f"ignore_index must be an integer or None, got {given_text(ignore_index)}.")
@@ -447,7 +447,7 @@ def _columns(own: Any, vocab_axis: tuple[str, ...]) -> tuple[Any, Any]:
 
 
 def _averaging(factors: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return factors whose sum of losses is the mean; 0 if the weights add up to 0."""
+    """Return factors that make the sum of losses their mean; 0 if the weights add up to 0."""
     total = weights.sum()
     return jnp.where(total == 0, 0, factors / jnp.where(total == 0, 1, total))
 

@@ -232,8 +232,8 @@ def paged_plan(
             heads need not compute schedules of their own.
         kv_heads: KV heads of the layers.
         page_size: Tokens of a page.
-        sliding_window: The window of the layers. A plan without a window is valid for every window, if no page before
-            it was freed, and one with a window for smaller ones.
+        sliding_window: The window of the layers. A plan with a window is valid for smaller ones. A plan without one is
+            valid for every window, unless pages before the window were freed.
         tokens: The length of q, with padding.
         pages: The number of pages of a layer's cache.
         page_table: The pages of each sequence, in order.

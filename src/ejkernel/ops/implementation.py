@@ -49,7 +49,7 @@ class OperationCall:
     @property
     def place(self) -> str:
         """The device or platform in messages."""
-        return name_of_device(self.device_fingerprint) or str(self.platform)
+        return name_of_device(self.device_fingerprint or str(self.platform))
 
     @property
     def features(self) -> frozenset[str]:
@@ -259,8 +259,8 @@ class Implementations(Mapping[str, Implementation[Any]]):
         if not platforms or platform in (None, *platforms):
             return ""
         wanted = " or ".join(kind.upper() for kind in platforms)
-        here = TPU_NAMES.get(device or "", device or platform)
-        return f"implementation={name!r} needs a {wanted}, and this call is for {here}."
+        place = TPU_NAMES.get(device or "", device or platform)
+        return f"implementation={name!r} needs a {wanted}, and this call is for {place}."
 
     def loadable(self, names: Iterable[str]) -> list[Implementation[Any]]:
         """Return those named implementations that can be imported here."""

@@ -69,7 +69,7 @@ def mosaic():
 
 
 def operands_and_residuals(case, dtype="bfloat16"):
-    """Return what a backward takes, and the float32 gradients that it should return."""
+    """Return the arguments of a backward, and the float32 gradients that it should return."""
     operands = case.operands(dtype)
     names = NAMES if operands.bias is None else (*NAMES, "bias")
 
@@ -106,7 +106,7 @@ def simulated(mosaic, case, params, dtype="bfloat16"):
 
 
 def races_found():
-    """Return whether the simulation that is over saw accesses in no order; newer versions raise by themselves."""
+    """Return whether the finished simulation saw accesses in no order; newer versions raise by themselves."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     return interpret_pallas_call.get_races().races_found

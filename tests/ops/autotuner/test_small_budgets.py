@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small budget is for measuring: the heuristic first, and beside it what the time allows."""
+"""A small budget is for measuring: first the heuristic, then as many candidates as the time allows."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel.kernels._spilled import WEIGHTS
 from ejkernel.kernels._varying import unify_varying
-from ejkernel.kernels._vector_memory import LANES, Need, Parts, compiled, form_of, limit_of, up, usual_of, with_chips
+from ejkernel.kernels._vector_memory import LANES, Need, Parts, form_of, limit_of, up, usual_of, with_chips
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.messages.names import NamedFields
@@ -141,14 +141,14 @@ class Pallas(Implementation[CallT], Generic[CallT]):
 
 def memory(call: RowNormCall, params: PallasParams) -> Need:
     """Return the bytes of vector memory."""
-    return parts_of(call, params).need(WEIGHTS, compiled())
+    return parts_of(call, params).need(WEIGHTS)
 
 
 def parts_of(call: RowNormCall, params: PallasParams) -> Parts:
     """Return the memory of a kernel by its causes.
 
-    There are two buffers of each window of rows, and of columns, where a value per row takes a register's row. What the
-    compiler keeps of the float32 values of a block depends on its schedule.
+    The known bytes are two buffers of each window of rows, and of the columns, where a value for each row takes a
+    register's row. The compiler's schedule decides how many float32 values of a block take memory, too.
     """
     dim, size, is_centred = up(call.dim), jnp.dtype(call.dtype).itemsize, call.formula.centred
     arrays = (3 if call.backward else 2) + (1 if call.backward else 2) * call.residual

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from ejkernel import compat
-from ejkernel.kernels._vector_memory import LANES, WIDE_UNITS, Need, Parts, compiled, form_of, larger, up
+from ejkernel.kernels._vector_memory import LANES, WIDE_UNITS, Need, Parts, form_of, larger, up
 
 from ._splash_weights import WEIGHTS
 from .common import AttentionCall
@@ -24,7 +24,7 @@ Blocks = tuple[int, int, int]
 
 
 def clipped_blocks(queries: int, keys: int, blocks: Blocks) -> compat.SplashBlocks:
-    """Return blocks that are no longer than the sequences, rounded up to 128; the steps divide the blocks of keys."""
+    """Return blocks cut to the sequences, rounded up to 128; the steps divide the blocks of keys."""
     block_q, block_kv = (min(size, -(-of // LANES) * LANES) for size, of in zip(blocks, (queries, keys), strict=False))
     return compat.SplashBlocks(block_q, block_kv, math.gcd(block_kv, blocks[2]))
 
@@ -32,13 +32,13 @@ def clipped_blocks(queries: int, keys: int, blocks: Blocks) -> compat.SplashBloc
 def vector_memory(call: AttentionCall, blocks: Mapping[str, Blocks]) -> Need:
     """Return the bytes of vector memory of the largest kernel.
 
-    A kernel takes less if XLA keeps its arrays, because they are short, in vector memory anyway.
+    A kernel takes less if XLA keeps its arrays in vector memory, because they are short.
 
     Args:
         call: The call.
         blocks: The blocks of each kernel: `forward`, `fused`, or `keys` and `query`.
     """
-    return larger(*(parts_of(call, name, own).need(WEIGHTS, compiled()) for name, own in blocks.items()))
+    return larger(*(parts_of(call, name, own).need(WEIGHTS) for name, own in blocks.items()))
 
 
 def parts_of(call: AttentionCall, name: str, blocks: Blocks) -> Parts:

@@ -269,7 +269,7 @@ class _Sizes(NamedTuple):
 
 
 def _candidate_blocks(call: AttentionCall) -> list[tuple[int, int, int]]:
-    """Return blocks of queries, keys and steps that are not longer than the sequences; small ones for short ones."""
+    """Return blocks of queries, keys and steps, none longer than the sequences; small ones for short sequences."""
     queries, keys = ([size for size in _SIZES if _fits(size, length)] for length in (call.query[1], call.key[1]))
     found = itertools.product(queries or [LANES], keys or [LANES], _STEPS)
     return [(q, k, c) for q, k, c in found if c <= k and (c > LANES or k < 2 * LANES)]
@@ -280,7 +280,7 @@ def _fits(size: int, length: int) -> bool:
 
 
 def _segments(operands: Operands, rules: Rules, sizes: _Sizes) -> tuple[jax.Array, jax.Array] | None:
-    """Return ids of queries and keys that hide other segments, what lies behind lengths, and the padding."""
+    """Return ids of queries and keys that hide other segments, positions behind lengths, and the padding."""
     padding = sizes.padded_keys > sizes.keys and rules.right != 0  # causal attention does not reach it
     given = operands[5:9]
     if not padding and all(x is None for x in given):

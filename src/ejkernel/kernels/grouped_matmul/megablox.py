@@ -19,7 +19,6 @@ from ejkernel.kernels._vector_memory import (
     LANES,
     Need,
     Parts,
-    compiled,
     form_of,
     limit_of,
     memory_of,
@@ -41,7 +40,7 @@ _ROWS = 16  # the granularity of tiles; that of columns is `LANES`
 _COLUMNS = (128, 256, 512, 1024)
 _WHOLE = 512  # the compiler's intermediates grow only up to this tile of k
 _SLACK = 64 << 10
-_WEIGHTS = {"": {"values": 1.0}}  # the sizes are upper bounds
+_WEIGHTS = {"": {"values": 1.0}}  # the number of intermediate values is an upper bound
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +106,7 @@ class _Megablox(Implementation[GroupedMatmulCall]):
 
     def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> Need:
         """Return the bytes of vector memory."""
-        return self.parts_of(call, params).need(_WEIGHTS, compiled())
+        return self.parts_of(call, params).need(_WEIGHTS)
 
     def parts_of(self, call: GroupedMatmulCall, params: MegabloxParams) -> Parts:
         """Return the memory of a product: two tiles of each operand and result, an accumulator, and intermediates.
@@ -210,7 +209,7 @@ class MegabloxWgrad(_Megablox):
 def _parts(
     name: str, call: GroupedMatmulCall, tile: tuple[int, int, int], sizes: tuple[int, int, int], *words: str
 ) -> Parts:
-    """Return the memory of a kernel from its least bytes, the known ones, and the most of intermediate values."""
+    """Return the memory of a kernel; `sizes` are its least and known bytes, and the most of intermediate values."""
     least, known, most = sizes
     form = form_of(call, f"grouped {name}", f"{call.dtype} to {call.out_dtype}", f"tile {tile}", *words)
     return Parts(least, known, "", {"values": (most + _SLACK) // 4}, form)

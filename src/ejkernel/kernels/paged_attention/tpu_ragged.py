@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ejkernel import compat
 from ejkernel.kernels._spilled import WEIGHTS
 from ejkernel.kernels._varying import one_by_one
-from ejkernel.kernels._vector_memory import LANES, WIDE_UNITS, Need, Parts, compiled, form_of, limit_of, up, usual_of
+from ejkernel.kernels._vector_memory import LANES, WIDE_UNITS, Need, Parts, form_of, limit_of, up, usual_of
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
@@ -105,11 +105,11 @@ class TpuRagged(Implementation[PagedCall]):
 
     def params_fault(self, call: PagedCall, params: TpuRaggedParams) -> str | None:
         """Return why these blocks exceed the memory of a TPU; `None` if they may fit."""
-        return vector_memory(call, params).fault(limit_of(call), call)
+        return memory(call, params).fault(limit_of(call), call)
 
     def doubt(self, call: PagedCall, params: TpuRaggedParams) -> str | None:
         """See `Implementation`."""
-        return vector_memory(call, params).doubt(usual_of(call), call)
+        return memory(call, params).doubt(usual_of(call), call)
 
     def preference(self, call: PagedCall) -> int:
         """Rank behind `xla`: no TPU has measured this kernel for us."""
@@ -194,13 +194,13 @@ def heads_of_block(call: PagedCall) -> tuple[int, int]:
     return (kv_heads * call.group, kv_heads) if whole else (call.q[1], call.pages[2])
 
 
-def vector_memory(call: PagedCall, params: TpuRaggedParams) -> Need:
+def memory(call: PagedCall, params: TpuRaggedParams) -> Need:
     """Return the bytes of vector memory."""
-    return parts_of(call, params).need(WEIGHTS, compiled())
+    return parts_of(call, params).need(WEIGHTS)
 
 
 def parts_of(call: PagedCall, params: TpuRaggedParams) -> Parts:
-    """Return the memory of the kernel by its causes: copies of pages, sums and windows; and the values of one step."""
+    """Return the memory of the kernel by its causes: copies of pages, sums, windows, and the values of one step."""
     heads, kv_heads = heads_of_block(call)
     itemsize, dim = jnp.dtype(call.dtype).itemsize, call.pages[4]
     queries, pages = params.block_queries, min(params.block_pages, call.table[1])

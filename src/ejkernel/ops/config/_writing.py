@@ -119,23 +119,23 @@ def replace_judged(texts: Mapping[Path, str], root: Path, check: Callable[[], ob
 
 
 def keep_elsewhere(folder: Path | None, parts: tuple[str, ...], text: str) -> Path | None:
-    """Write a file that a cache folder does not take to a temporary folder of the same layout; return that folder.
+    """Write a file that a cache folder does not take to a temporary folder; return it, or `None` without any.
 
     Args:
-        folder: The folder; `None` creates one.
-        parts: The path of the file in the cache folder.
+        folder: The temporary folder; `None` creates one.
+        parts: The path of the file in the cache folder, and in the temporary one.
         text: Its content.
     """
-    place = folder
+    made = None
     try:
-        place = _new_folder() if folder is None else folder
+        place = folder or (made := _new_folder())
         write_file(place.joinpath(*parts), text, root=place)
     except OSError as error:
         # Without any such folder, the caller warns that results stay in this process.
         level = logging.INFO if folder is None else logging.WARNING
         logger.log(level, "a result is not kept in a temporary folder either: %s", printable(error))
-        if folder is None and place is not None:
-            shutil.rmtree(place, ignore_errors=True)
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
         return folder
     return place
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel computes: `run`, its gradient and its reference; and the form of each hook for a platform."""
+"""The computation of a kernel: `run`, its gradient and its reference; and the form of each hook for a platform."""
 
 from __future__ import annotations
 
@@ -234,10 +234,9 @@ def warn_of_misspelt_hooks(
         cls: A new class of a user.
         interfaces: The classes with the hooks.
         usual: Names that mean hooks; a class with one of these hooks may use the name for its own method.
-        what: The word for a hook.
+        what: The word for a hook in the warning.
     """
-    public = [(name, value) for each in interfaces for name, value in vars(each).items() if name[0] != "_"]
-    hooks = [name for name, value in public if callable(value)]
+    hooks = [name for each in interfaces for name, value in vars(each).items() if name[0] != "_" and callable(value)]
     for name, value in vars(cls).items():
         if name[0] == "_" or not callable(value) or any(hasattr(base, name) for base in cls.__mro__[1:]):
             continue
@@ -353,7 +352,7 @@ def run_forms(kernel: Computation[Cfg, Out]) -> list[str]:
 
 
 def platform_to_trace_for(kernel: Computation[Cfg, Out], default: str) -> str:
-    """Return the platform whose hooks give the types of a call before its platform is known.
+    """Return the platform with the hooks that give the types of a call before its platform is known.
 
     This is the platform of the default backend if the kernel runs on it, else any platform on which the kernel runs: a
     program may be lowered for a platform that this process does not have.

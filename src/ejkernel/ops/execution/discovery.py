@@ -88,9 +88,9 @@ def numbers_of(traced: object, calls: Sequence[Invocation[Any, Any]], *, is_spli
     if not calls or jaxpr is None:
         return {}
     names = {inv.key: (inv.op_id_v, inv.call_key) for inv in calls}
-    found = occurrences(jaxpr, calls[0].platform)
+    found = _Counter(calls[0].platform, in_gradients=False).count(jaxpr)
     if not is_split and not found.keys() >= set(names.values()):
-        found = occurrences(jaxpr, calls[0].platform, in_gradients=True)
+        found = _Counter(calls[0].platform, in_gradients=True).count(jaxpr)
     return {key: found[name] for key, name in names.items() if name in found}
 
 
@@ -141,7 +141,7 @@ def of_arrays(
     """Return `fn` as a jitted function of only the arrays, and these arrays.
 
     Its results are the arrays among those of `fn`, and the arrays that `fn` stores in its arguments, e.g. in a Flax NNX
-    model: XLA would leave out what leads to no result.
+    model: XLA would leave out operations without a result.
     """
     leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
     positions = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
@@ -167,7 +167,7 @@ def of_arrays(
 
 
 def _results_of(returned: object) -> Iterator[Any]:
-    """Yield the values that a program can return: arrays and numbers, also those held by objects that are no pytrees.
+    """Yield the values that a program can return: arrays and numbers, also those in objects other than pytrees.
 
     A step of Equinox returns its model's functions, too.
     """
@@ -248,23 +248,15 @@ Name = tuple[str, str]
 """Operation with its version, and key of a call on any device."""
 
 
-def occurrences(jaxpr: Any, platform: str, *, in_gradients: bool = False) -> Mapping[Name, int]:
-    """Return how often one run of a traced program makes each call: in a `scan`, once for each step.
+class _Counter:
+    """Counts how often one run of a traced program makes each call: in a `scan`, once for each step.
 
     A `while_loop` counts as one step, and a `cond` as the branch with the most calls, so the numbers are lower bounds.
-    Calls inside a kernel count as its trace makes them. Calls that split themselves over a mesh are not counted: their
-    shards have other keys.
-
-    Args:
-        jaxpr: The program.
-        platform: Its platform.
-        in_gradients: Whether to count the calls inside gradient rules, which are traced for it once more.
+    Calls inside a kernel count, too; `in_gradients`, gradient rules are traced again for the calls inside them. Calls
+    that split themselves over a mesh do not count, because their shards have other keys.
     """
-    return _Counter(platform, in_gradients).count(jaxpr)
 
-
-class _Counter:
-    def __init__(self, platform: str, in_gradients: bool) -> None:
+    def __init__(self, platform: str, *, in_gradients: bool) -> None:
         self._platform, self._in_gradients = platform, in_gradients
         self._calls: dict[Any, collections.Counter[Name]] = {}
 

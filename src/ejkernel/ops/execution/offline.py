@@ -85,7 +85,7 @@ def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any
 
 
 def _why_bare(program: ProgramCalls) -> str:
-    """Return the warning about labels whose calls were not recorded on this device."""
+    """Return the warning about labels without recorded calls on this device."""
     names = {label.rpartition("#")[2] for label in program.bare}
     elsewhere = sorted(
         device
@@ -111,7 +111,7 @@ def autotune_recorded(
     invocations: Mapping[str, Any] | None = None,
     selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any] | None = None,
 ) -> AutotuningResult:
-    """Tune calls that were recorded on this device.
+    """Tune calls recorded on this device.
 
     Args:
         invocations: The result of `get_invocations()`, or its value for this device; by default all recorded calls.
@@ -433,7 +433,7 @@ def _result(
 
 
 def _place_of(chain: ConfigSelectorChain[Any, Any], searches: Sequence[AutotuneData]) -> str:
-    """Return the folder to which these searches were saved; empty if only the memory of this process has them."""
+    """Return the folder with these searches; empty if only the memory of this process has them."""
     store = chain.persistent if chain.persist_autotune else None
     is_on_disk = any(not getattr(search, "is_only_here", False) for search in searches)
     return str(store.path) if isinstance(store, PersistentCache) and store.path is not None and is_on_disk else ""

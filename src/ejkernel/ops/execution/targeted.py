@@ -26,7 +26,7 @@ from ejkernel.ops.utils.fingerprint import device_fingerprint
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """Candidates to prepare for the device `aim`: a bundle in `folder`, or estimates if that is `None`."""
+    """Candidates to prepare for the device `aim`: a bundle in `folder`, or estimates without a folder."""
 
     aim: Target
     folder: Path | None
@@ -61,7 +61,7 @@ class Preparation:
 
         Args:
             sets: The calls, for the device; those of a set share a configuration.
-            cache: Its folder takes the estimates, if there is one.
+            cache: Its folder takes the estimates; `None` stores none.
             configs: Candidates beside the heuristic; those of the kernels by default.
             **options: Of `compile_bundle` or `estimate_calls`: `processes`, by default one per core, and `progress`.
         """

@@ -107,7 +107,7 @@ def tracing_for(fingerprint: str) -> Iterator[None]:
 
 
 def traced_for() -> str:
-    """Return the device of the enclosing `tracing_for`; empty if there is none."""
+    """Return the device of the enclosing `tracing_for`; empty outside."""
     return _traced_for.get()
 
 
@@ -153,7 +153,7 @@ def _cpu_name() -> str:
 
 
 def cores() -> list[int]:
-    """Return the numbers of the processor cores that are available to this process."""
+    """Return the numbers of the processor cores available to this process."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
 
 

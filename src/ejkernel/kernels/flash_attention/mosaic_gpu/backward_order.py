@@ -18,10 +18,7 @@ FEW_BLOCKS = 16 * MULTIPROCESSORS
 _ENDS = 6  # of a block of threads, in steps of 64 queries
 _CACHED = 32 << 20  # bytes of one pass over queries that the L2 cache surely keeps
 _MEMORY, _MEMORY_NARROW, _MEMORY_SPLIT = 2.0, 1.4, 0.7  # time to copy a step's queries, and fused sums, from memory
-_HIDDEN, _HIDDEN_SPLIT = (
-    0.05,
-    0.1,
-)  # part of the copies' time, or of the products' if it is less, that adds to the other
+_HIDDEN, _HIDDEN_SPLIT = 0.05, 0.1  # part of the lesser of two times, copies' and products', that adds to the other
 _DRIFT = 0.07  # more time for each further head of more than 64 columns in the fused form, even if all is in the cache
 _SUMMED = 2.5e-4  # time to add up the parts of one row of keys
 
@@ -59,7 +56,7 @@ def order_of(problem: BackwardProblem, params: BackwardParams) -> Order:
 
 def full_time(problem: BackwardProblem, params: BackwardParams) -> float:
     """Return how long all blocks of keys take without a mask, in steps of 64 queries."""
-    # Of ten gradients on one H200 with 1 to 8 parts, nine have the fastest of 3 to 6, and one is 1 % slower.
+    # Of ten gradients on one H200, it finds the fastest of 3 to 6 numbers of parts for nine, and one 1 % slower.
     steps = _steps_of(problem, params)
     if steps.size > FEW_BLOCKS:
         return math.ceil(steps.size / MULTIPROCESSORS) * float(steps.max())
@@ -67,7 +64,7 @@ def full_time(problem: BackwardProblem, params: BackwardParams) -> float:
 
 
 def _alike_parts(problem: BackwardProblem, params: BackwardParams) -> int:
-    """Return how many consecutive parts have equally many heads: those of one example, or all of one length.
+    """Return how many consecutive parts have equally many heads: those of one example, or of all for uneven parts.
 
     If the heads of a group divide unevenly, the longer parts of all examples come first.
     """

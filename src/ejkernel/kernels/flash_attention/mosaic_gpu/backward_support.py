@@ -30,8 +30,8 @@ _SHORT_WINDOW = 64  # keys; the backward at head_dim 64 took 91 us instead of 11
 _NARROW_WINDOW = 512
 _SPLIT_WINDOW = 256  # keys, up to head_dim 128: in the fused form, four backwards took 1 to 15 % longer
 _SHORT_SEQUENCE = 512
-_MOST_UNEVEN = 16  # parts
-_UNEVEN_GAIN = 0.03  # least estimated one, causal: where it was less, uneven parts took up to 3 % longer
+_MOST_UNEVEN = 16  # parts that need not divide the heads
+_UNEVEN_GAIN = 0.03  # least estimated one of causal calls; below it, uneven parts took up to 3 % longer on one H200
 _LEAST_BLOCKS = 250  # nearly two per multiprocessor, so that a long and a short one can share it
 # Registers for accumulators per consumer thread, by consumer warpgroups: all but 32, which addresses and a tile's
 # numbers need. With 16 instead of 32, parameters passed that spilled.
@@ -77,7 +77,7 @@ def heuristic(call: AttentionCall) -> BackwardParams:
         choices = _narrow(call) if wide <= 64 else _medium(call) if wide <= 128 else _wide(call)
     fitting = [params for params in choices if params_fault(call, params) is None]
     params = fitting[0] if fitting else space(call)[0]
-    return dataclasses.replace(params, head_parts=_enough_parts(backward_problem(call), params))
+    return dataclasses.replace(params, head_parts=_heuristic_parts(backward_problem(call), params))
 
 
 def _narrow(call: AttentionCall) -> list[BackwardParams]:
@@ -167,26 +167,25 @@ def space(call: AttentionCall) -> tuple[BackwardParams, ...]:
 def _tried_parts(call: AttentionCall, params: BackwardParams) -> tuple[int, ...]:
     """Return the values of `head_parts` to measure: the heuristic's, and others that give few blocks."""
     problem = backward_problem(call)
-    blocks, usual = _key_blocks(problem, params), _enough_parts(problem, params)
+    blocks, usual = _key_blocks(problem, params), _heuristic_parts(problem, params)
     even = _parts(problem, uneven=False)
     return tuple(sorted({usual, *(parts for parts in even if parts == 1 or parts * blocks <= FEW_BLOCKS)}))
 
 
 def _parts(problem: BackwardProblem, *, uneven: bool) -> tuple[int, ...]:
-    """Return values of `head_parts`: all that divide the heads of a group, and others up to 16."""
+    """Return values of `head_parts`: all that divide the heads of a group, and with `uneven` all others up to 16."""
     heads = problem.heads_per_group
     return tuple(parts for parts in range(1, heads + 1) if heads % parts == 0 or (uneven and parts <= _MOST_UNEVEN))
 
 
-def _enough_parts(problem: BackwardProblem, params: BackwardParams) -> int:
+def _heuristic_parts(problem: BackwardProblem, params: BackwardParams) -> int:
     """Return the parts with the shortest estimated time; with unknown lengths, the fewest that fill the chip."""
     blocks, rules = _key_blocks(problem, params), problem.rules
     if problem.key_lengths or problem.segments:
         # Some blocks of keys are past their example's length, and end at once.
         least = _LEAST_BLOCKS * (2 if problem.key_lengths else 1)
-        return next(
-            (parts for parts in _parts(problem, uneven=False) if parts * blocks >= least), problem.heads_per_group
-        )
+        enough = (parts for parts in _parts(problem, uneven=False) if parts * blocks >= least)
+        return next(enough, problem.heads_per_group)
 
     def estimate(parts: int) -> float:
         changed = dataclasses.replace(params, head_parts=parts)

@@ -94,9 +94,9 @@ class BackwardParams(NamedFields):
             the unfused form, whose tiles have 128 queries and `q_stages` pipeline stages.
         kv_stages: Pipeline stages of keys and values of the second kernel.
         q_warpgroups: Consumer warpgroups of the second kernel, each with 64 queries.
-        head_parts: Parts into which the query heads of one key head are divided; some have one head more than others
-            if they divide unevenly. Each part has its blocks of threads in the first kernel, so that a few key heads
-            fill the chip, and the last round of blocks is full; XLA adds up the parts' gradients of keys and values.
+        head_parts: Parts into which the query heads of one key head are divided; if they divide unevenly, the first
+            parts have one head more. Each part has its own blocks of threads in the first kernel. So a few key heads
+            fill the chip, and the last round of blocks is full. XLA adds up the parts' gradients of keys and values.
     """
 
     form: str = "fused"

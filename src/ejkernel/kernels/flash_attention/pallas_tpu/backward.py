@@ -66,7 +66,7 @@ def backward_of_keys(
         plan: The sizes.
         fused: Whether to compute the query's gradient.
         transpose: See `BackwardParams`.
-        memory: Where the arrays are.
+        memory: The limit on vector memory, and where the arrays are.
     """
     query, key, value = arrays[:3]
     (batch, heads, length, head_dim), groups = query.shape, key.shape[1]

@@ -43,7 +43,7 @@ def forward(
         plan: The sizes.
         sum_by_product: See `ForwardParams`.
         with_lse: Whether to compute the log-sum-exp.
-        memory: Where the arrays are.
+        memory: The limit on vector memory, and where the arrays are.
     """
     query, key, value = arrays
     (batch, heads, length, head_dim), value_dim = query.shape, value.shape[3]

@@ -33,7 +33,7 @@ class Lengths(NamedTuple):
 
 
 def forward_plan(lengths: Lengths, rules: Rules, params: ForwardParams) -> tuple[Sight, Plan]:
-    """Return what queries see of keys, and the sizes of a kernel that owns queries."""
+    """Return the keys that queries see, and the sizes of a kernel that owns queries."""
     sight = Sight(offset=lengths.keys - lengths.queries, before=rules.left, after=rules.right)
     sizes = (params.block_q, params.chunk, params.unroll, params.rows, params.strip, params.resident)
     return sight, _plan(lengths.queries, lengths.keys, sight, sizes)
@@ -173,7 +173,7 @@ def _rows(rows: tuple[Any, ...], padded: Lengths) -> tuple[Any, ...]:
 
 
 def _ids(operands: Operands, rules: Rules, padded: Lengths) -> tuple[Any, Any] | None:
-    """Return ids of queries and keys that hide other segments, what lies behind lengths, and the padding."""
+    """Return ids of queries and keys that hide other segments, positions behind lengths, and the padding."""
     queries, keys = _lengths(operands)
     padding = padded.keys > keys and rules.right != 0  # causal attention does not reach it
     query_ids, key_ids, query_lengths, key_lengths = operands[5:9]

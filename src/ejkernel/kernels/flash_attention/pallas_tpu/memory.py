@@ -7,17 +7,17 @@ basic block, scratch arrays may become registers.
 
 Spilled registers hold intermediate values of one basic block of consecutive operations on whole tiles: the
 float32 scores of a tile are alive until their maximum, or the product of cotangent and value, is known, and the results
-of products until they are added to the sums. Segment ids put a branch around each tile. Otherwise the chunks that are
-unrolled are one basic block, and the strips at the edges another. How many values are alive depends on the compiler's
+of products until they are added to the sums. Segment ids put a branch around each tile. Otherwise the unrolled
+chunks are one basic block, and the strips at the edges another. How many values are alive depends on the compiler's
 schedule, so the estimate is a weighted sum of the sizes of these values. `benchmarks.memory_tpu_fit` finds the weights
-of each kind of kernel: those that give the smallest estimates which are not below any compiled kernel.
+of each kind of kernel: those with the smallest estimates that are below no compiled kernel.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from ejkernel.kernels._vector_memory import LANES, Need, Parts, compiled, up
+from ejkernel.kernels._vector_memory import LANES, Need, Parts, up
 from ejkernel.kernels.flash_attention.common import Rules
 
 from .spilled import WEIGHTS
@@ -74,7 +74,7 @@ def of_keys(
 
 def need_of(parts: Parts) -> Need:
     """Return the lower bound and the upper estimate."""
-    return parts.need(WEIGHTS, compiled())
+    return parts.need(WEIGHTS)
 
 
 def _parts(
@@ -98,7 +98,7 @@ def _parts(
 
 
 def _form(name: str, dims: Dims, walked: tuple[Sight, Plan], rules: Rules, segmented: bool) -> str:
-    """Return what the intermediate values of a kernel depend on; not the lengths, as a loop walks over them."""
+    """Return the facts that decide the intermediate values of a kernel; a loop walks over lengths, so they do not."""
     sight, plan = walked
     chunks = plan.part // plan.chunk
     words = [dims.chip, name, f"{dims.head}/{dims.value}", "float32" if dims.size == 4 else "", f"block {plan.block}"]

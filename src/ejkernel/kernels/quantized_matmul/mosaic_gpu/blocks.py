@@ -107,13 +107,13 @@ class ScaledSums:
         return list(lax.fori_loop(1, steps, one, one(jnp.int32(0), start, meanwhile))[0])
 
     def _terms(self, found: Any, factors: Sequence[Any], stage: Any, start: int) -> list[tuple[Any, Any]]:
-        """Return pieces of products, from column `start` on, each with its factor; columns may have scales, too."""
+        """Return pieces of products, times scales of columns, each with its factor; `start` is the first column."""
         places = range(0, found.shape[1], PIECE)
         pieces = [self._of_columns(found[:, at : at + PIECE], stage, start + at) for at in places]
         return list(zip(pieces, factors, strict=False))
 
     def _of_columns(self, array: Any, stage: Any, start: int) -> Any:
-        """Return a piece times the scales of its columns, from `start` on, if each column has one."""
+        """Return a piece times the scales of its columns, if columns have scales; `start` is its first column."""
         if not self.plan.thin:
             return array
         own = plgpu.load(self.memory.w_scale.at[stage, pl.ds(start, PIECE)], layout=_COLUMNS)

@@ -35,7 +35,7 @@ class _Tiles(NamedTuple):
     """The tiles of the rows of groups.
 
     Attributes:
-        table: How many there are, and the group of each.
+        table: Their number, and the group of each.
         rows: The row at each place of the tiles.
         places: The place of each row.
     """

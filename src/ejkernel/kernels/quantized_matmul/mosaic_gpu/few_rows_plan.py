@@ -19,10 +19,10 @@ from .plan import FEW_ROWS, PART, PROMOTED, ROW_TILE, STEP, MosaicGpuParams
 
 HALF = STEP // 2  # pairs of numbers in a step
 LEAST_STEPS = 4  # of a split
-_CACHED = 0.15  # cost of bytes that lie in the L2 cache
-_PER_STEP = 1_000  # bytes that are read while a step begins
-_LEAST_STEP = 15_000  # bytes that are read during a step of few columns
-_SPLIT = 20_000  # bytes that are read while the results of a split are summed
+_CACHED = 0.15  # cost of bytes in the L2 cache
+_PER_STEP = 1_000  # bytes read while a step begins
+_LEAST_STEP = 15_000  # bytes read during a step of few columns
+_SPLIT = 20_000  # bytes read while the results of a split are summed
 _ROOM = 4  # rows of a tile for each row that a group has on average, so that most groups need one tile
 
 
@@ -31,12 +31,12 @@ class FewRowsPlan:
     """The launch of a product with at most 64 rows, or with few rows for each group.
 
     Attributes:
-        rows, inner, columns: Sizes, padded to what copies can begin and end with.
+        rows, inner, columns: Sizes, padded so that copies can begin and end with them.
         dtype, w_dtype, out_dtype: Names of the dtypes.
         tile_columns: Columns of a tile.
         stages: Pipeline stages.
         promoted: As in `QuantizedPlan`.
-        group_tiles: The most tiles that the rows of all groups take; each group's rows begin with a tile. 0: there is
+        group_tiles: The most tiles that the rows of all groups take; each group's rows begin with a tile. 0 for
             one matrix.
         group_rows: Rows of such a tile.
         activation: Name of the function applied to the product, or `None`.
@@ -194,7 +194,7 @@ class FewRowsPlan:
         return -(-self.column_tiles // self.programs) * self.tile_columns
 
     def cost(self) -> float:
-        """Return the time of rows of 16 bits, in bytes of `w` that a block of threads reads meanwhile.
+        """Return the time of rows of 16 bits, in bytes of `w` that a block of threads reads in this time.
 
         The factors were fitted to a few shapes on one H200.
         """

@@ -234,7 +234,7 @@ def _few_rows_params(call: Any) -> Iterator[MosaicGpuParams]:
 
 
 def _has_useful_stages(plan: FewRowsPlan) -> bool:
-    """Return whether all stages gain time: more bytes in flight cost some."""
+    """Return whether the stages hold few enough bytes: with more in flight, calls take longer."""
     of_matrices, all_bytes = (plan.stages * each for each in (plan.matrix_bytes, plan.stage_bytes))
     return all_bytes <= _IN_FLIGHT[plan.wide] and (plan.group_tiles > 0 or of_matrices <= _MATRIX_IN_FLIGHT)
 

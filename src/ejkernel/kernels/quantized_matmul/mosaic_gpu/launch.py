@@ -149,10 +149,8 @@ def _multiplied(plan: QuantizedPlan, given: _Operands, interpret: Any) -> jax.Ar
         w = with_zeros(given.w, (groups, padded(columns, ROW_TILE), plan.inner))
         if plan.blocks:
             kernel: Any = BlocksKernel(plan, backend_for(interpret))
-            scales = (
-                in_chunks(given.x_scale),
-                _of_columns(given.w_scale, plan) if plan.thin else in_chunks(given.w_scale),
-            )
+            of_matrix = _of_columns(given.w_scale, plan) if plan.thin else in_chunks(given.w_scale)
+            scales = in_chunks(given.x_scale), of_matrix
         else:
             kernel = QuantizedKernel(plan, backend_for(interpret))
             of_rows = each_factor(given.x_scale, (rows,), given.x_block, plan.rows + plan.tile_rows)

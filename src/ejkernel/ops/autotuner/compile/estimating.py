@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates for the candidates of calls on a device that is not here; see `simulation.py`."""
+"""Estimates for the candidates of calls on a device of another machine; see `simulation.py`."""
 
 from __future__ import annotations
 

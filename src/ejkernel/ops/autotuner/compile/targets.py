@@ -90,7 +90,7 @@ class Target:
         return _field(self.description, name)
 
     def number_named(self, name: str) -> float | None:
-        """Return a field of the description that is a number; `None` if it has none of this name."""
+        """Return a number from the description; `None` without a field of this name."""
         return float(text) if (text := self.property_named(name)) else None
 
     @contextlib.contextmanager
@@ -133,7 +133,7 @@ def target_names() -> list[str]:
 
 
 def _number(name: str) -> str:
-    """Return the digits of a name."""
+    """Return the digits in the name of a target, e.g. `7` of `tpu7x`."""
     return re.sub(r"\D", "", name)
 
 

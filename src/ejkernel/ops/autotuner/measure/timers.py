@@ -21,7 +21,7 @@ from ejkernel.ops.utils.fingerprint import default_device, platform_kind
 
 _CLOCK = time.perf_counter
 _SAMPLE_SECONDS = 2e-3  # a sample repeats the call for this long, so that clock and dispatch overheads do not count
-_HOST_SAMPLE_SECONDS = 5e-4  # far below a time slice, in which other processes seldom disturb
+_HOST_SAMPLE_SECONDS = 5e-4  # far below a time slice of the system, so that other processes seldom interrupt a sample
 _THREADS = "/proc/self/task"  # Linux: one folder for each thread of this process
 _CPUCLOCK_OF_THREAD = 6  # Linux: low bits of a thread's CPU clock id; the complemented thread id is above them
 _READING = threading.local()  # `seconds`: the thread's processor time in `thread_seconds`
@@ -70,8 +70,8 @@ def wall_sample(function: Callable[[], Any], calls: int) -> float:
 def host_sample(function: Callable[[], Any], calls: int) -> float:
     """Return the median seconds of `calls` calls, each waited for, as a program waits for its step.
 
-    On a CPU, calls issued back to back overlap, so that one on a single core seems as fast as one on all of them. Their
-    mean over a time slice of the system shows how much processor time others leave rather than the call's own time.
+    On a CPU, calls issued back to back overlap, so that a call on one core seems as fast as a call on all cores. The
+    mean over a longer sample would depend on how much processor time other processes leave.
     """
     return statistics.median(wall_sample(function, 1) for _ in range(calls))
 
@@ -117,7 +117,7 @@ def device_seconds(planes: Iterable[Any]) -> float | None:
 def thread_seconds() -> dict[str, float]:
     """Return the processor time of each thread of this process; an empty dictionary if unknown.
 
-    That of the calling thread is without the time of this function, which takes as long as a short call.
+    The time of the calling thread does not include this function, which takes as long as a short call.
     """
     start = time.thread_time()
     try:

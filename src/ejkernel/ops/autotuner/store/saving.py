@@ -130,8 +130,9 @@ class Saver:
         space = {"space": space_digest(self.kernel, call)} if self.own_space else {}
         self.chain.remember(key, found.config, call=call.description, measured=found.summary_data() | space)
         store = self.chain.persistent
-        why = store.why_unwritten(key) if isinstance(store, PersistentCache) and self.chain.persist_autotune else ""
-        if not isinstance(store, PersistentCache) or not why:
+        if not isinstance(store, PersistentCache) or not self.chain.persist_autotune:
+            return ""
+        if not (why := store.why_unwritten(key)):
             return ""
         kept = "" if store.kept_in is None else f"; it is kept in {store.kept_in}"
         return f"{store.path} cannot be written: {why}{kept}"
@@ -295,7 +296,7 @@ def _check(data: AutotuneData, winner: Outcome, *, validated: bool) -> None:
 
 
 def _tried(data: AutotuneData, config: object) -> Outcome | None:
-    """Return the outcome of a configuration that was measured or found faulty; `None` if it was neither."""
+    """Return the outcome of a measured or faulty configuration; `None` for others."""
     token = config_id(config)
     tried = FAULTY | {Status.MEASURED, Status.SAME}
     return next((one for one in data.outcomes if one.status in tried and config_id(one.config) == token), None)

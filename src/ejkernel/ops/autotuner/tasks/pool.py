@@ -32,7 +32,7 @@ class Budget:
         clock: Source of seconds.
 
     Attributes:
-        is_first_missing: Returns whether the heuristic must still be compiled; set by the `Pool`.
+        needs_heuristic: Returns whether the heuristic must still be compiled; set by the `Pool`.
     """
 
     def __init__(self, task: TuningTask, watch: Watch, cancellation: Cancellation, clock: Callable[[], float]) -> None:
@@ -40,7 +40,7 @@ class Budget:
         self._start = clock() - task.spent
         self._cancellation = cancellation
         self.is_abandoned = watch.is_abandoned
-        self.is_first_missing: Callable[[], bool] = lambda: True
+        self.needs_heuristic: Callable[[], bool] = lambda: True
 
     def spent(self) -> float:
         """Return the seconds since the first attempt began."""
@@ -52,7 +52,7 @@ class Budget:
 
     def left_to_compile(self) -> float:
         """Return the seconds left for compiling; infinite before the heuristic, which gets the time that it needs."""
-        return math.inf if self.is_first_missing() else self.left()
+        return math.inf if self.needs_heuristic() else self.left()
 
     @property
     def is_stopped(self) -> bool:
@@ -66,7 +66,7 @@ class Budget:
 
     @property
     def why_over(self) -> str:
-        """Why the run ends, as the start of a sentence about what it did not finish."""
+        """Why the run ends, as the start of a sentence about the unfinished rest."""
         if self.is_stopped:
             return "the search was stopped"
         return "the budget was spent" if self.left() < 0 else "the search ended"
@@ -120,7 +120,7 @@ class Pool:
         self.timing = timing
         self._configurations, self._preparation = configurations, preparation
         self._budget, self._tell = budget, tell
-        budget.is_first_missing = lambda: not self._has_tried_the_heuristic
+        budget.needs_heuristic = lambda: not self._has_tried_the_heuristic
         self._known = {config_id(outcome.config): outcome for outcome in task.known}
         # A skipped candidate ended an attempt because the budget left it too little time.
         out = REJECTED | {Status.SKIPPED}
@@ -155,9 +155,8 @@ class Pool:
 
     def must_measure(self) -> bool:
         """Return whether to stop compiling and start measuring, before a small budget is spent on compiling."""
-        if not self._has_tried_the_heuristic or not self._budget.is_for_measuring:
-            return self.must_end()
-        return self.must_end() or any(candidate.status == Status.READY for candidate in self.tried[1:])
+        is_time = self._has_tried_the_heuristic and self._budget.is_for_measuring
+        return self.must_end() or (is_time and any(each.status == Status.READY for each in self.tried[1:]))
 
     @property
     def _has_tried_the_heuristic(self) -> bool:
@@ -292,7 +291,7 @@ class Pool:
         return seconds if math.isfinite(seconds) else None
 
     def settle_statuses(self) -> None:
-        """Mark candidates that were never measured as skipped, with the reason."""
+        """Mark candidates never measured as skipped, with the reason."""
         for candidate in self.tried:
             if candidate.status == Status.READY and candidate.measurement is None:  # compiled, but the time was over
                 candidate.status = Status.SKIPPED

@@ -34,7 +34,7 @@ _Any = TypeVar("_Any")
 def with_own_arguments(node: Node, arrays: Sequence[Any], split: Split) -> tuple[Node, Sequence[Any]]:
     """Return the node and arrays of a shard with its extra arguments; `arrays` are its pieces of the call's arrays.
 
-    A call whose axes have no names, e.g. one that returns residuals without a rule, is whole on every device.
+    A call whose axes have no names, e.g. one with residuals that its rule does not describe, is whole on every device.
     """
     kernel, count = node.spec.kernel, node.spec.num_arrays
     if not overrides(kernel, "part_arguments") or not split.shapes.lengths(split.factors):
@@ -78,7 +78,7 @@ def programs_of_parts(node: Node, arrays: Sequence[HasType], choice: Choice) -> 
             jax.ShapeDtypeStruct(_piece(like.shape, names, split), like.dtype)
             for like, names in zip(types, found.operands, strict=True)
         ]
-        # the hook may ask for the start of its shard, which is an index along a mesh axis
+        # the hook may ask for the start of its shard, an index along a mesh axis
         yield str(jax.make_jaxpr(_Trace(CallPart(split), spec), axis_env=[(name, count)])(*pieces))
 
 
