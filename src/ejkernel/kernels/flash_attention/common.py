@@ -27,7 +27,7 @@ Residuals = tuple[jax.Array, jax.Array]
 Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 """The gradients of query, key, value and bias; `None` without a bias."""
 
-# Segment ids of hidden queries and hidden keys; see `hidden_past`. Ids often ascend, so that the largest is no gap.
+# Segment ids of hidden queries and keys; see `hidden_past`. Hidden keys come last: ascending ids still ascend.
 HIDDEN_QUERY, HIDDEN_KEY = -(2**31), 2**31 - 1
 
 _LARGEST_SCALE = 1024.0  # limit of the GPU kernels
@@ -338,7 +338,7 @@ def scale_reason(call: AttentionCall, name: str) -> str | None:
     )
 
 
-def hidden_past(ids: jax.Array | None, lengths: jax.Array | None, shape: tuple[int, int], hidden: int) -> jax.Array:
+def hidden_past(ids: jax.Array | None, lengths: jax.Array | None, shape: tuple[int, ...], hidden: int) -> jax.Array:
     """Return int32 segment ids of this shape that are `hidden` past the lengths; without ids, others are 0.
 
     Where one side of a call has hidden ids, the other's come from here, too: a user's id that equals `HIDDEN_QUERY` or
