@@ -27,6 +27,9 @@ Residuals = tuple[jax.Array, jax.Array]
 Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 """The gradients of query, key, value and bias; `None` without a bias."""
 
+# Segment ids of hidden queries and keys; see `hidden_past`. Hidden keys come last: ascending ids still ascend.
+HIDDEN_QUERY, HIDDEN_KEY = -(2**31), 2**31 - 1
+
 _LARGEST_SCALE = 1024.0  # limit of the GPU kernels
 _ODD = 0x9E3779B9  # 2**32 / golden ratio: its multiples are far from each other
 
@@ -333,6 +336,21 @@ def scale_reason(call: AttentionCall, name: str) -> str | None:
         f"softmax_scale is {call.rules.scale:g}, and {name} takes up to {_LARGEST_SCALE:g}, because the rounding of "
         "larger logits makes its weights inexact; use 'xla'."
     )
+
+
+def hidden_past(ids: jax.Array | None, lengths: jax.Array | None, shape: tuple[int, ...], hidden: int) -> jax.Array:
+    """Return int32 segment ids of this shape that are `hidden` past the lengths; without ids, others are 0.
+
+    Where one side of a call has hidden ids, the other's come from here, too: a user's id that equals `HIDDEN_QUERY` or
+    `HIDDEN_KEY` becomes a hash, which seldom meets another id.
+    """
+    found = jnp.zeros(shape, jnp.int32)
+    if ids is not None:
+        found = ids.astype(jnp.int32)
+        found = jnp.where((found == HIDDEN_QUERY) | (found == HIDDEN_KEY), found ^ jnp.int32(_ODD >> 1), found)
+    if lengths is None:
+        return found
+    return jnp.where(jnp.arange(shape[1], dtype=jnp.int32)[None] < lengths[:, None], found, jnp.int32(hidden))
 
 
 def visible_pairs(queries: int, keys: int, rules: Rules) -> int:

@@ -24,15 +24,22 @@ from ejkernel.ops.utils.messages.names import NamedFields
 
 from ._splash_memory import clipped_blocks, vector_memory
 from ._tpu import check_blocks, unsupported_reason
-from .common import EMPTY_ROW_LSE, AttentionCall, AttentionImplementation, Operands, Rules, describe, scale_reason
+from .common import (
+    EMPTY_ROW_LSE,
+    HIDDEN_KEY,
+    HIDDEN_QUERY,
+    AttentionCall,
+    AttentionImplementation,
+    Operands,
+    Rules,
+    describe,
+    hidden_past,
+    scale_reason,
+)
 
 _MOST_MEMORY = "tpu:tpu_v5"
 _SIZES = (128, 256, 512, 1024, 2048)
 _STEPS = (128, 256, 512, 1024)
-# Ids of hidden positions: no query has the id of a hidden key, and no key that of a hidden query.
-_HIDDEN_KEY = -(2**31)
-_HIDDEN_QUERY = _HIDDEN_KEY + 1
-
 Residuals = tuple[jax.Array, jax.Array]
 
 
@@ -288,15 +295,13 @@ def _segments(operands: Operands, rules: Rules, sizes: _Sizes) -> tuple[jax.Arra
     batch = operands.query.shape[0]
     query_ids, key_ids, query_lengths, key_lengths = given
     return (
-        _ids(query_ids, query_lengths, (batch, sizes.queries), sizes.padded_queries, _HIDDEN_QUERY, operands.query),
-        _ids(key_ids, key_lengths, (batch, sizes.keys), sizes.padded_keys, _HIDDEN_KEY, operands.query),
+        _ids(query_ids, query_lengths, (batch, sizes.queries), sizes.padded_queries, HIDDEN_QUERY, operands.query),
+        _ids(key_ids, key_lengths, (batch, sizes.keys), sizes.padded_keys, HIDDEN_KEY, operands.query),
     )
 
 
 def _ids(ids: Any, lengths: Any, shape: tuple[int, int], padded: int, hidden: int, like: jax.Array) -> jax.Array:
-    found = jnp.zeros(shape, jnp.int32) if ids is None else ids.astype(jnp.int32)
-    if lengths is not None:
-        found = jnp.where(jnp.arange(shape[1], dtype=jnp.int32)[None] < lengths[:, None], found, hidden)
+    found = hidden_past(ids, lengths, shape, hidden)
     found = jnp.pad(found, ((0, 0), (0, padded - shape[1])), constant_values=hidden)
     return unify_varying((found, like))[0]
 

@@ -18,10 +18,9 @@ import numpy as np
 from jax import lax
 
 from ejkernel.kernels._hopper.device import quotient
-from ejkernel.kernels.flash_attention.common import Operands, Rules, query_words
+from ejkernel.kernels.flash_attention.common import HIDDEN_KEY, HIDDEN_QUERY, Operands, Rules, hidden_past, query_words
 
 _ALIGNED = 8  # rows of the tiles of shared memory
-_NO_QUERY, _NO_KEY = -(2**31), 2**31 - 1  # two segment ids that no user has, and that do not match each other
 
 
 def lengths_as_segments(operands: Operands) -> Operands:
@@ -32,22 +31,12 @@ def lengths_as_segments(operands: Operands) -> Operands:
     queries, keys = operands.query_segments, operands.key_segments
     if operands.query_lengths is None and (operands.key_lengths is None or queries is None):
         return operands
-    if queries is None or keys is None:
-        queries, keys = (jnp.zeros(x.shape[:2], jnp.int32) for x in operands[:2])
     return operands._replace(
-        query_segments=_hidden_from(queries, operands.query_lengths, _NO_QUERY),
-        key_segments=_hidden_from(keys, operands.key_lengths, _NO_KEY),
+        query_segments=hidden_past(queries, operands.query_lengths, operands.query.shape[:2], HIDDEN_QUERY),
+        key_segments=hidden_past(keys, operands.key_lengths, operands.key.shape[:2], HIDDEN_KEY),
         query_lengths=None,
         key_lengths=None,
     )
-
-
-def _hidden_from(segments: jax.Array, lengths: jax.Array | None, segment: int) -> jax.Array:
-    segments = segments.astype(jnp.int32)
-    if lengths is None:
-        return segments
-    hidden = jnp.arange(segments.shape[1], dtype=jnp.int32)[None] >= lengths[:, None]
-    return jnp.where(hidden, jnp.int32(segment), segments)
 
 
 def packed(mask: Any, sizes: tuple[int, int], axis: int) -> jax.Array | None:

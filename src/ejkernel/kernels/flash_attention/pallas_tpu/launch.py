@@ -11,7 +11,16 @@ import jax.numpy as jnp
 from ejkernel import compat
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels._vector_memory import Parts, memory_to_pass, up
-from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Gradients, Operands, Residuals, Rules
+from ejkernel.kernels.flash_attention.common import (
+    EMPTY_ROW_LSE,
+    HIDDEN_KEY,
+    HIDDEN_QUERY,
+    Gradients,
+    Operands,
+    Residuals,
+    Rules,
+    hidden_past,
+)
 
 from . import backward as backward_kernels
 from . import forward as forward_kernel
@@ -19,10 +28,6 @@ from . import memory
 from .numbers import LOG2E, balanced, divisor
 from .params import BackwardParams, ForwardParams
 from .walk import Plan, Sight
-
-# Ids of hidden positions: no query has the id of a hidden key, and no key that of a hidden query.
-_HIDDEN_KEY = -(2**31)
-_HIDDEN_QUERY = _HIDDEN_KEY + 1
 
 
 class Lengths(NamedTuple):
@@ -181,17 +186,15 @@ def _ids(operands: Operands, rules: Rules, padded: Lengths) -> tuple[Any, Any] |
         return None
     batch = operands.query.shape[0]
     return (
-        _hidden_behind(query_ids, query_lengths, (batch, queries), padded.queries, _HIDDEN_QUERY, operands.query),
-        _hidden_behind(key_ids, key_lengths, (batch, keys), padded.keys, _HIDDEN_KEY, operands.query),
+        _hidden_behind(query_ids, query_lengths, (batch, queries), padded.queries, HIDDEN_QUERY, operands.query),
+        _hidden_behind(key_ids, key_lengths, (batch, keys), padded.keys, HIDDEN_KEY, operands.query),
     )
 
 
 def _hidden_behind(
     ids: Any, lengths: Any, shape: tuple[int, int], padded: int, hidden: int, like: jax.Array
 ) -> jax.Array:
-    found = jnp.zeros(shape, jnp.int32) if ids is None else ids.astype(jnp.int32)
-    if lengths is not None:
-        found = jnp.where(jnp.arange(shape[1], dtype=jnp.int32)[None] < lengths[:, None], found, hidden)
+    found = hidden_past(ids, lengths, shape, hidden)
     found = jnp.pad(found, ((0, 0), (0, padded - shape[1])), constant_values=hidden)
     return unify_varying((found, like))[0][:, None]
 

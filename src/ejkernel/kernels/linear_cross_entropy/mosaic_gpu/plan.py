@@ -92,9 +92,10 @@ class HeadPlan:
     @property
     def may_exceed(self) -> bool:
         """Whether a tile may contain columns beyond the last."""
+        # Fewer columns than the widest tile are padded to it, by whole narrow tiles too.
+        rest = self.last % (PIECE if self.mode in (GRADIENT, PRODUCT) else self.block_n) or self.last < WIDEST_TILE
         # The bias is padded with -inf, which removes them as well.
-        whole = self.last % (PIECE if self.mode in (GRADIENT, PRODUCT) else self.block_n)
-        return bool(whole) and not self.bias
+        return bool(rest) and not self.bias
 
     @property
     def exceeds_by_pieces(self) -> bool:
