@@ -564,7 +564,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_tuned(pr
     [
         (["tune"], "MODULE:FUNCTION"),
         (["explain"], "MODULE:FUNCTION"),
-        (["explain", "program:step", "--missed"], "pass one of"),
+        (["explain", "program:step", "--missed"], "pass exactly one of"),
         (["tun"], "No such command 'tun'"),
         (["cache", "prune"], "--older-than, --not-for-this-jax, --failed or --unreadable"),
         (["cache", "prune", "--older-than", "3 days"], "'3 days' is not a duration like 90m, 12h, 30d or 8w"),
