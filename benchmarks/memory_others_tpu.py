@@ -60,7 +60,7 @@ def estimated(case: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def _listed() -> list[dict[str, Any]]:
-    """Return common calls whose kernels have different forms, with arrays too long for vector memory."""
+    """Return common calls with kernels of different forms, and with arrays too long for vector memory."""
     every: list[dict[str, Any]] = []
     tiles = itertools.product(_DEVICES, _KINDS[:2], (16_384, 65_536, 2048, 4096), (4096, 1408, 768), (4096, 768))
     for chip, kind, rows, inner, columns in tiles:

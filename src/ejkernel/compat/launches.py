@@ -72,7 +72,7 @@ def _placed(equation: Any, memory: KernelMemory) -> list[Any]:
 
 @functools.cache
 def _in_hbm() -> Any:
-    """Return the identity whose result has the type of an array in HBM."""
+    """Return the identity with a result of the type of an array in HBM."""
     from jax.interpreters import mlir
 
     same: Any = Primitive("in_hbm")

@@ -92,7 +92,7 @@ def type_text(value: Any) -> str:
 
 
 def wrong_array(value: Any, dtype: str) -> str:
-    """Describe an argument of another dtype, or that is no array, and how to fix it."""
+    """Describe an argument of a wrong dtype, or one that is no array, and how to fix it."""
     if is_array(value):
         return f"dtype {value.dtype}; cast it, e.g. to {dtype}"
     fix = "pass a JAX or NumPy array"

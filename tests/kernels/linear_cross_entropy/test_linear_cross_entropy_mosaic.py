@@ -164,7 +164,7 @@ def test_a_kernel_multiplies_by_the_weight_where_it_is_fast(monkeypatch):
 def test_columns_beyond_a_vocabulary_of_whole_pieces_count_for_nothing(pieces, options):
     x, weight, *per_row = arrays(columns=pieces * PIECE)
     x, *per_row = (y[:60] for y in (x, *per_row))
-    # Logits far below those of zeros, whose exponentials overflow.
+    # Logits far below those of zeros: the exponentials of the latter overflow.
     args = abs(x), -8 * abs(weight), *per_row
     run, reference = loss_and_gradients(args, MosaicGpuParams(**SMALL, **options), statistics=("max",))
     assert_all_near(reference(*args), run(*args), 3)

@@ -206,7 +206,7 @@ def _compile_call(
 
 
 def _without_reference(progress: Progress, candidates: int, inv: Invocation[Any, Any], ended: int, _: int) -> None:
-    """Report the progress of a call, whose reference is one more job but no candidate."""
+    """Report the progress of a call. Its reference is one more job, but no candidate."""
     progress(inv, min(ended, candidates), candidates)
 
 

@@ -34,7 +34,7 @@ _Any = TypeVar("_Any")
 def with_own_arguments(node: Node, arrays: Sequence[Any], split: Split) -> tuple[Node, Sequence[Any]]:
     """Return the node and arrays of a shard with its extra arguments; `arrays` are its pieces of the call's arrays.
 
-    A call whose axes have no names, e.g. one with residuals that its rule does not describe, is whole on every device.
+    A call without names for its axes, e.g. with residuals that its rule does not describe, is whole on every device.
     """
     kernel, count = node.spec.kernel, node.spec.num_arrays
     if not overrides(kernel, "part_arguments") or not split.shapes.lengths(split.factors):
