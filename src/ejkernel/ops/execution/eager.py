@@ -63,8 +63,8 @@ class Plans:
 
     def __init__(self, bind: Bind) -> None:
         self.tables: PerObject[Bounded[Plan]] = PerObject(Bounded)
-        # A weak reference, because the executor owns the plans.
-        self._bind = weakref.WeakMethod(bind)
+        # A weak reference, because the executor owns the plans. The caller of a plan keeps executor and kernel alive.
+        self._bind: Callable[[], Any] = weakref.WeakMethod(bind)
 
     def run(
         self,
@@ -82,7 +82,10 @@ class Plans:
         """
         # Get the table before the call: configurations may change during it, and this plan is too old for a new table.
         table = self.tables.of(kernel)
-        key, arrays = _scanned(args, kwargs, override)
+        parts: list[Hashable] = [_SCANNED, override]
+        arrays: list[Any] = []  # in the order of `jax.tree.flatten`
+        _scan((args, kwargs), parts, arrays)
+        key = tuple(parts)
         plan = table.get(key)
         if plan is not None:
             return plan(args, kwargs, arrays)
@@ -115,12 +118,13 @@ class Plans:
         return out
 
     def _typed_plan(self, kernel: Kernel[Cfg, Out], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Plan:
-        bind, owner = self._bind, weakref.ref(kernel)
+        bind = self._bind
+        owner: Callable[[], Any] = weakref.ref(kernel)
 
         def run(*args: object, **kwargs: object) -> Any:
             if any(map(_is_exception, (*args, *kwargs.values()))):
                 raise NotByEquality
-            return _alive(bind)(_alive(owner), args, kwargs, None, weakly=True)
+            return bind()(owner(), args, kwargs, None, weakly=True)
 
         # `jit` compares shapes in C++. With a key of abstract values, built in Python, calls took 1.1 to 1.5 times as
         # long.
@@ -145,10 +149,11 @@ class _RedirectToScan:
     """Replaces a typed plan if a value must not be compared by `==`; it sends such calls to the scan."""
 
     def __init__(self, plans: Plans, kernel: weakref.ref[Any]) -> None:
-        self._plans, self._kernel = weakref.ref(plans), kernel
+        self._plans: Callable[[], Any] = weakref.ref(plans)
+        self._kernel = kernel
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        return _alive(self._plans).run(_alive(self._kernel), args, kwargs, None, None)
+        return self._plans().run(self._kernel(), args, kwargs, None, None)
 
 
 class _ScannedPlan:
@@ -163,7 +168,7 @@ class _ScannedPlan:
             given = iter(arrays)
             filled = [next(given) if _is_given(leaf) else leaf for leaf in leaves]
             args, kwargs = jax.tree.unflatten(tree, filled)
-            return _alive(bind)(_alive(kernel), args, kwargs, cfg, weakly=True)
+            return bind()(kernel(), args, kwargs, cfg, weakly=True)
 
         self._jitted: Any = jax.jit(run)
 
@@ -180,22 +185,8 @@ class Traced(Exception):
     """An argument is traced."""
 
 
-def _scanned(
-    args: tuple[object, ...], kwargs: Mapping[str, object], override: Hashable | None
-) -> tuple[tuple[Hashable, ...], list[Any]]:
-    """Return the key of a call's plan, and the arrays in the order of `jax.tree.flatten`."""
-    key: list[Hashable] = [_SCANNED, override]
-    arrays: list[Any] = []
-    for value in args:
-        _scan(value, key, arrays)
-    if kwargs:
-        for name in sorted(kwargs):
-            key.append(name)
-            _scan(kwargs[name], key, arrays)
-    return tuple(key), arrays
-
-
 def _scan(value: Any, key: list[Hashable], arrays: list[Any]) -> None:
+    """Append the arrays in a value to `arrays`, and everything else that identifies it to the key of a plan."""
     kind: Any = type(value)
     if kind in _ARRAY_KINDS:
         arrays.append(value)
@@ -260,10 +251,3 @@ def _has_telling_type(value: object) -> bool:
 def _is_exception(value: object) -> bool:
     # 0.0 equals -0.0, and NaN does not equal itself.
     return type(value) is float and (value == 0.0 or math.isnan(value))
-
-
-def _alive(reference: Callable[[], Any]) -> Any:
-    """Return the target of a weak reference; the caller must keep it alive."""
-    found = reference()
-    assert found is not None
-    return found
