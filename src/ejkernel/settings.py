@@ -163,23 +163,18 @@ def current() -> Settings:
 
 @functools.lru_cache(maxsize=16)
 def _of(variables: tuple[tuple[str, str], ...]) -> Settings:
-    unknown = [name for name in _unknown() if name not in _reported]
+    unknown = sorted({name for name in os.environ if name.upper().startswith(_PREFIX)}.difference(_OURS, _reported))
     if unknown:
         _warn_of(unknown)
     return Settings(dict(variables))
 
 
-_reported: set[str] = set()  # unknown variables that this process has warned about
+_reported: set[str] = set()  # variables of which this process does not warn, or not again
 
 
 def suppress_unknown_variable_warnings() -> None:
     """Do not warn about unknown variables in this process, because its parent already has."""
-    _reported.update(_unknown())
-
-
-def _unknown() -> list[str]:
-    """Return the variables with our prefix that ejkernel does not know."""
-    return sorted(name for name in os.environ if name.upper().startswith(_PREFIX) and name not in _OURS)
+    _reported.update(os.environ)
 
 
 def _warn_of(unknown: list[str]) -> None:

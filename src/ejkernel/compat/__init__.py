@@ -75,7 +75,6 @@ from ejkernel.compat.programs import lowered_platform as lowered_platform
 from ejkernel.compat.programs import lowered_text as lowered_text
 from ejkernel.compat.programs import lowering as lowering
 from ejkernel.compat.programs import lowering_names as lowering_names
-from ejkernel.compat.programs import lowering_platforms as lowering_platforms
 from ejkernel.compat.programs import lowers_for_amd as lowers_for_amd
 from ejkernel.compat.programs import not_lowering as not_lowering
 from ejkernel.compat.programs import pointing_at_the_call as pointing_at_the_call

@@ -258,7 +258,7 @@ def _compute(call: Call, platform: str, *arrays: jax.Array) -> Sequence[Any]:
 
 
 def _lower(ctx: Any, *values: Any, call: Call) -> Any:
-    platforms = compat.lowering_platforms(ctx)
+    platforms = ctx.module_context.platforms
     if len(platforms) > 1:
         return compat.lower_each_platform(ctx, functools.partial(_lower, call=call), *values)
     # A program may be lowered outside the `with` block, or on another thread, than its trace.
