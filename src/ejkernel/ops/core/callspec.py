@@ -19,7 +19,7 @@ from ejkernel.ops.errors import CallError, KernelError
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.messages.names import BUDGETS, misfit, raise_if_misfit
 from ejkernel.ops.utils.validation import is_call
-from ejkernel.ops.utils.values.identity import Held, Strong, by_is, held_weakly, identity, identity_of_node
+from ejkernel.ops.utils.values.identity import Held, Strong, by_is, identity, identity_of_node
 from ejkernel.ops.utils.values.scalars import Takes, python_numbers, resolved_annotations, takes_of
 from ejkernel.ops.utils.values.signature import as_array, is_array, wraps_array
 
@@ -103,9 +103,7 @@ class CallSpec:
     def weak(self) -> CallSpec:
         """Return an equal value for long-lived caches: it keeps neither the kernel nor the user's objects alive."""
         # A set stays strong: it is our copy, without other references.
-        held = [
-            held_weakly(hold()) if isinstance(hold, Strong) and type(hold()) is not set else hold for hold in self.held
-        ]
+        held = [by_is(hold()) if isinstance(hold, Strong) and type(hold()) is not set else hold for hold in self.held]
         return dataclasses.replace(self, held=tuple(held))
 
     def join(self, arrays: Sequence[object]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -26,7 +26,7 @@ from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVm
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, zero_tangent
 from ejkernel.ops.errors import ArgumentError, EjkernelError, GradientError, KernelError
 from ejkernel.ops.utils.fingerprint import default_device, platform_of
-from ejkernel.ops.utils.values.identity import Strong, held_weakly
+from ejkernel.ops.utils.values.identity import Strong, by_is
 from ejkernel.ops.utils.values.signature import HasType, abstract_tree, is_inexact
 from ejkernel.ops.utils.weak_caches import Bounded, PerObject
 
@@ -116,7 +116,7 @@ class Call:
         Traces for programs use strong references: otherwise a kernel that `run` creates would be collected before its
         trace is lowered.
         """
-        host = held_weakly(self.host()) if isinstance(self.host, Strong) else self.host
+        host = by_is(self.host()) if isinstance(self.host, Strong) else self.host
         return dataclasses.replace(self, host=host, node=self.node.with_spec(self.node.spec.weak()))
 
 

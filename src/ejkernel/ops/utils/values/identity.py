@@ -90,15 +90,10 @@ class Strong:
         return isinstance(other, Strong) and other._value is self._value
 
 
-def held_weakly(value: object) -> Held:
-    """Return a function that returns `value` while it is alive; without weak reference support, hold it forever."""
+def by_is(value: object) -> Held:
+    """Return a weak reference, or a strong one without weak reference support; equal only for the same object."""
     if isinstance(value, types.MethodType):  # each attribute access creates a new method object
         return weakref.WeakMethod(value)
-    return by_is(value)
-
-
-def by_is(value: object) -> Weak | Strong:
-    """Return a reference; references are equal only for the same object."""
     try:
         return Weak(value)
     except TypeError:
