@@ -20,7 +20,7 @@ import jax
 
 from ejkernel import settings
 from ejkernel.cli import report
-from ejkernel.cli.programs import import_users, look_here, module_named
+from ejkernel.cli.programs import import_named
 from ejkernel.cli.show import opened
 from ejkernel.ops.autotuner.store.measurements import LOG, read_search
 from ejkernel.ops.autotuner.store.saving import heuristic_since, why_not_run
@@ -239,10 +239,7 @@ def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -
     """Run `ejkernel cache verify`; return 1 if a file is unusable, a layer is missing, or another folder was meant."""
     store = opened(cache, alone=True)
     layers = _layers() if cache is None else []
-    if imports:
-        look_here()
-    for module in map(module_named, imports):
-        import_users(module)
+    import_named(imports)
     by_folder = {str(each.path): list(items(each, _call_of if imports else None)) for each in (store, *layers)}
     found = [item for those in by_folder.values() for item in those]
     bad = [item for item in found if item.problem or item.fails]

@@ -166,7 +166,7 @@ def _with_shares(calls: Sequence[CallReport]) -> Iterator[CallReport]:
 
 def _saved(entry: StoredEntry) -> dict[str, Any]:
     """Return the values of an entry without the file of its search."""
-    times = [_stored_time(entry, name) for name in ("heuristic", "winner")]
+    times = entry.median_us("heuristic"), entry.median_us("winner")
     return {
         "config": compact(entry.config),
         "result": stored_in_brief(entry.measured, entry.speedup),
@@ -186,12 +186,6 @@ def _in_program(entry: StoredEntry, program: str = "") -> dict[str, Any]:
     """Return the program of an entry and the comparison of its step."""
     step = StepNote.stored_in(entry.measured)
     return {"step": step, "program": printable(program or ("" if step is None else step.target))}
-
-
-def _stored_time(entry: StoredEntry, name: str) -> float | None:
-    times = (entry.measured or {}).get(name)
-    found = times.get("median_us") if isinstance(times, dict) else None
-    return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
 
 
 def _stored_clock(entry: StoredEntry) -> str:

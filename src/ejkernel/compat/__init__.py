@@ -51,7 +51,6 @@ from ejkernel.compat.partitioning import on_one_device as on_one_device
 from ejkernel.compat.partitioning import over_explicit_axes as over_explicit_axes
 from ejkernel.compat.partitioning import spec_of as spec_of
 from ejkernel.compat.partitioning import stores_split_programs as stores_split_programs
-from ejkernel.compat.partitioning import summed as summed
 from ejkernel.compat.partitioning import uses_shardy as uses_shardy
 from ejkernel.compat.partitioning import whole as whole
 from ejkernel.compat.partitioning import wide_sum as wide_sum

@@ -86,6 +86,12 @@ class StoredEntry:
             found = decided if is_own and isinstance(decided, float) and decided > 0 else found
         return found if isinstance(found, float) else None
 
+    def median_us(self, name: str) -> float | None:
+        """Return the median time of the `winner` or the `heuristic`; `None` if the entry has no such figure."""
+        times = (self.measured or {}).get(name)
+        found = times.get("median_us") if isinstance(times, dict) else None
+        return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
+
     @property
     def time(self) -> str:
         """The time of writing, e.g. `2026-01-31 12:00`; `-` if the entry has none."""
@@ -141,7 +147,7 @@ def text_of(entry: StoredEntry) -> str:
     return text
 
 
-@or_unusable
+@or_unusable()
 def entry_of(data: dict[str, Any], path: Path | None = None) -> StoredEntry:
     """Return the entry of a parsed JSON object with the right schema.
 
@@ -237,7 +243,7 @@ def saved_in(persistent: Any, key: ConfigKey, cfg_type: object) -> Iterator[tupl
         yield config, None
 
 
-@or_unusable
+@or_unusable()
 def parsed(raw: bytes, path: Path | None) -> StoredEntry:
     """Return the entry of a file's content.
 

@@ -23,7 +23,7 @@ from ejkernel.ops.core.invocation import Invocation, config_for_types
 from ejkernel.ops.core.sharding.lowering import Extent, SplitCall, explicit_split, lower_split
 from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differentiate, innermost
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, Vmapped
-from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, zero_tangent
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.errors import ArgumentError, EjkernelError, GradientError, KernelError
 from ejkernel.ops.utils.fingerprint import default_device, platform_of
 from ejkernel.ops.utils.values.identity import Strong, by_is
@@ -391,7 +391,7 @@ def _differentiate_inline(
 ) -> tuple[Any, Any]:
     """Differentiate the call inline, without the primitive: a second forward would repeat its effects."""
     given = iter(tangents)
-    all_tangents = [next(given) if has else zero_tangent(p) for p, has in zip(primals, wrt, strict=True)]
+    all_tangents = [next(given) if has else compat.zeros_of_tangent(p) for p, has in zip(primals, wrt, strict=True)]
     # The platform is known inside a kernel being lowered; elsewhere, assume the default platform.
     platform = compat.lowered_platform() or default_device().platform
     with call.settings.entered():

@@ -15,7 +15,7 @@ from typing import Any
 
 from ejkernel.ops.autotuner.process.outputs import Outputs
 from ejkernel.ops.autotuner.process.threads import AbandonedError, on_measuring_thread
-from ejkernel.ops.autotuner.process.watch import Cancellation
+from ejkernel.ops.autotuner.process.watch import Cancellation, Watch
 from ejkernel.ops.autotuner.tasks.journal import Journal, named
 from ejkernel.ops.autotuner.tasks.run import TuningRun
 from ejkernel.ops.autotuner.tasks.task import TuningTask
@@ -79,7 +79,7 @@ def _watched(task: TuningTask, cancellation: Cancellation, outputs: Outputs) -> 
             journal.attribute_crash(str(error), attempt.what, attempt.accused, is_silence=True)
 
 
-class _Attempt:
+class _Attempt(Watch):
     """The work of one thread on a task: a `Watch` that records the last sign of life.
 
     Attributes:

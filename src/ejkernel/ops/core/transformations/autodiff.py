@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final, cast
 
 import jax
 
+from ejkernel import compat
 from ejkernel.ops.core.transformations.batching import LinearVmapped, Vmapped, no_cotangent
 from ejkernel.ops.core.transformations.nodes import (
     Choice,
@@ -18,7 +19,6 @@ from ejkernel.ops.core.transformations.nodes import (
     NonlinearWrapper,
     Wrapper,
     run_vjp,
-    zero_tangent,
 )
 from ejkernel.ops.errors import GradientError
 
@@ -115,7 +115,9 @@ class Linear(Wrapper):
 
     def _all_tangents(self, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[Any, ...]:
         given = iter(tangents)
-        return tuple(next(given) if has else zero_tangent(p) for p, has in zip(primals, self.wrt, strict=True))
+        return tuple(
+            next(given) if has else compat.zeros_of_tangent(p) for p, has in zip(primals, self.wrt, strict=True)
+        )
 
     def _wanted(self, gradients: Sequence[jax.Array | None]) -> tuple[Any, ...]:
         wanted = [gradient for gradient, has in zip(gradients, self.wrt, strict=True) if has]

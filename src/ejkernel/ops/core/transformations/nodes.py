@@ -175,11 +175,6 @@ def autodiff_vjp(function: Flat, count: int) -> Flat:
     return gradients
 
 
-def zero_tangent(value: jax.Array) -> Any:
-    """Return the zero of `value`'s tangent space."""
-    return compat.zeros_of_tangent(value)
-
-
 @dataclasses.dataclass(frozen=True)
 class Forward:
     """The kernel's forward; with `residuals`, it returns its residuals after its outputs."""
