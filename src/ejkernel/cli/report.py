@@ -98,10 +98,7 @@ def _numbers(
 
 
 def calls_as_data(
-    calls: Sequence[Invocation[Any, Any]],
-    tuned: Sequence[str],
-    progress: Sequence[SearchProgress | None],
-    times: Times = MappingProxyType({}),
+    calls: Sequence[Invocation[Any, Any]], tuned: Sequence[str], progress: Sequence[SearchProgress | None], times: Times
 ) -> list[dict[str, Any]]:
     """Return the calls with keys, tuning state and descriptions, for JSON."""
     return [

@@ -291,9 +291,9 @@ def read_file(
     """
     try:
         if isinstance(file, (str, Path)):
+            if root is not None:
+                check_inside(root, file)
             with opened(file, follow_links=follow_links) as (descriptor, size):
-                if root is not None:
-                    check_inside(root, file)
                 raw = _read(descriptor, size, largest)
         else:
             with file.open("rb") as stream:

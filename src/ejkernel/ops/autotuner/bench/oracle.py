@@ -286,11 +286,6 @@ class Oracle:
         self.compute_references()
 
     @property
-    def has_fixed_inputs(self) -> bool:
-        """Whether all sets of inputs are the arrays passed by the user."""
-        return self.inputs is not None and not callable(self.inputs.source)
-
-    @property
     def may_be_scaled(self) -> bool:
         """Whether the inputs are plain random numbers and may be scaled."""
         return may_be_scaled(self.inv, self.inputs)

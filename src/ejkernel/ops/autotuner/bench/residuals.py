@@ -214,8 +214,7 @@ def _check_with(workload: Workload, candidate: Candidate, config: object, primal
     wrong = _why_not(check)
     if wrong:
         forward = f"the forward configuration {compact(config)}, which runs with it"
-        text = f"it is wrong with the residuals of {forward}: {wrong}"
-        raise ResidualError(f"{text}; {CONTRACT}")
+        raise ResidualError(f"it is wrong with the residuals of {forward}: {wrong}; {CONTRACT}")
 
 
 class _Types(NamedTuple):

@@ -68,14 +68,12 @@ def _watched(task: TuningTask, cancellation: Cancellation, outputs: Outputs) -> 
         try:
             return attempt.carry_out(run)
         except AbandonedError as error:
-            text = (
-                f"{task.inv.op_id}: {error}{named(attempt.accused)}; it cannot be ended in this process, so its "
-                "thread is abandoned"
-            )
+            why = f"{error}{named(attempt.accused)}"
+            text = f"{task.inv.op_id}: {why}; it cannot be ended in this process, so its thread is abandoned"
             warn(f"{text} (a worker process can be ended: AutotunePolicy(isolate=True)).", TuningWarning)
             # Ctrl-C asks for the end, not for another attempt.
             if journal.is_over:
-                return journal.conclude(f"{error}{named(attempt.accused)}")
+                return journal.conclude(why)
             journal.attribute_crash(str(error), attempt.what, attempt.accused, is_silence=True)
 
 
