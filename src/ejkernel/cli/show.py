@@ -21,7 +21,7 @@ from ejkernel.ops.config.persistent import PersistentCache, fault_of
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.formatting import arguments, cases, compact, stored_time
+from ejkernel.ops.utils.formatting import arguments, cases, compact, stored_time, terminal_width
 from ejkernel.ops.utils.messages.names import did_you_mean
 
 
@@ -183,7 +183,7 @@ def _show_searches(cache: PersistentCache, prefixes: Sequence[str], as_json: boo
     if as_json:
         report.echo_json([_search_as_data(search) for search in found])
     else:
-        click.echo("\n\n".join(search.summary(width=report.width()) for search in found))
+        click.echo("\n\n".join(search.summary(width=terminal_width()) for search in found))
 
 
 def _search_as_data(search: StoredSearch) -> dict[str, Any]:
