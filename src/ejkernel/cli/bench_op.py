@@ -18,7 +18,7 @@ from ejkernel.cli.bench import BenchOptions, build_as_data, print_table, race, s
 from ejkernel.cli.builds import Build, Loaded, build, of_mapping
 from ejkernel.cli.explain import usual_chain
 from ejkernel.cli.outcome import integers_in_words
-from ejkernel.cli.peaks import Peak, Peaks, main_dtype
+from ejkernel.cli.peaks import Peak, main_dtype, peak_of
 from ejkernel.cli.programs import import_named, import_operations
 from ejkernel.cli.report_data import fraction_of
 from ejkernel.cli.rounds import Comparison, verdict
@@ -130,7 +130,7 @@ def _compared(options: BenchOptions, inv: Invocation[Any, Any], chain: Any, note
         result.builds.append(made)
         result.whys[name] = whys
     result.builds.append(result.builds.pop(0))  # the chosen one is built first and shown last
-    result.peak = Peaks(measure=options.measure_peak).of(device_fingerprint(), main_dtype(inv))
+    result.peak = peak_of(device_fingerprint(), main_dtype(inv), measure=options.measure_peak)
     result.found = race(options, result.builds)
     return result
 

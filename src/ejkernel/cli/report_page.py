@@ -14,7 +14,6 @@ import click
 
 from ejkernel.cli import report
 from ejkernel.cli.comparison import Comparison, compare
-from ejkernel.cli.peaks import Peaks
 from ejkernel.cli.programs import import_named, import_operations
 from ejkernel.cli.report_data import CallReport, calls_of, steps_of
 from ejkernel.cli.roofline import rooflines_of
@@ -73,7 +72,7 @@ def run_report(options: ReportOptions) -> int:
     import_named(options.imports)
     if options.is_comparison:
         return _write_comparison(options, store)
-    calls = _of_device(calls_of(store, Peaks(measure=options.measure_peak)), options.device)
+    calls = _of_device(calls_of(store, measure_peak=options.measure_peak), options.device)
     if options.as_json:
         report.echo_json([dataclasses.asdict(call) for call in calls])
     elif not calls:

@@ -462,27 +462,18 @@ def _announcing_the_stop(console: Console) -> Iterator[None]:
     """
     # Not those that `nohup` ignores.
     others = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
-    before = {signal.SIGINT: signal.signal(signal.SIGINT, _Stop(console))}
+    first = "stopping with the best so far, which is saved; Ctrl-C again stops at once"
+    texts = itertools.chain([first], itertools.repeat("stopping at once, without the measurements of this search"))
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(OSError):  # after SIGHUP the terminal is gone
+            console.print(next(texts), highlight=False)
+        signal.default_int_handler(number, frame)
+
+    before = {signal.SIGINT: signal.signal(signal.SIGINT, stop)}
     before |= {each: signal.signal(each, lambda *_: signal.raise_signal(signal.SIGINT)) for each in others}
     try:
         yield
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-
-
-class _Stop:
-    """A handler of Ctrl-C, which the user may press twice."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._is_first = True
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        text = "stopping at once, without the measurements of this search"
-        if self._is_first:
-            text = "stopping with the best so far, which is saved; Ctrl-C again stops at once"
-        self._is_first = False
-        with contextlib.suppress(OSError):  # after SIGHUP the terminal is gone
-            self._console.print(text, highlight=False)
-        signal.default_int_handler(number, frame)

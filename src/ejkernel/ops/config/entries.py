@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 import re
 from collections.abc import Iterator, Mapping
 from importlib import resources
@@ -295,34 +294,26 @@ class Shipped(NamedTuple):
         return f"measured on {known.get('device')} with {versions}{together}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShippedConfigs:
-    """The configurations in a folder of the package, with the layout of a `PersistentCache`."""
+_SHIPPED: Final = resources.files("ejkernel") / "data" / "configs"  # with the layout of a `PersistentCache`
 
-    folder: Traversable
 
-    def find(self, key: ConfigKey, cfg_type: object) -> Shipped | None:
-        """Return the shipped configuration for the exact device of a key; warn about an unusable entry.
+def shipped_config(key: ConfigKey, cfg_type: object, folder: Traversable = _SHIPPED) -> Shipped | None:
+    """Return the shipped configuration for the exact device of a key; warn about an unusable entry.
 
-        Args:
-            key: The key of the call.
-            cfg_type: The configuration type; see `PersistentCache.get`.
-        """
-        try:
-            entry = entry_in(self.folder, key, follow_links=True)  # some installers link files
-            return None if entry is None else Shipped(decoded(entry, cfg_type), entry)
-        except UnusableError as error:
-            warn_of(f"{key.call} of {self.folder}", error)
-            return None
+    Args:
+        key: The key of the call.
+        cfg_type: The configuration type; see `PersistentCache.get`.
+        folder: The folder of the package.
+    """
+    try:
+        entry = entry_in(folder, key, follow_links=True)  # some installers link files
+        return None if entry is None else Shipped(decoded(entry, cfg_type), entry)
+    except UnusableError as error:
+        warn_of(f"{key.call} of {folder}", error)
+        return None
 
 
 def sister_of(device: str) -> str | None:
     """Return the measured device with the same chip as `device`, or `None`; only clocks, memory and host may differ."""
     found = next((measured for pattern, measured in _SISTERS if pattern.match(device)), None)
     return None if found == device else found
-
-
-@functools.cache
-def shipped_configs() -> ShippedConfigs:
-    """Return the configurations that this package ships."""
-    return ShippedConfigs(resources.files("ejkernel") / "data" / "configs")

@@ -112,8 +112,8 @@ class Plans:
         if override is None and any(map(_is_exception, values)):
             # `jit` does not cache a trace that raised, so each such call would trace again. Scan all calls of these
             # types instead.
-            table[types] = _RedirectToScan(self, weakref.ref(kernel))
-        plan = _ScannedPlan(self._bind, weakref.ref(kernel), cfg)
+            table[types] = _redirect_to_scan(self, weakref.ref(kernel))
+        plan = _scanned_plan(self._bind, weakref.ref(kernel), cfg)
         out = plan(args, kwargs, arrays)
         table.keep(key, plan)
         return out
@@ -146,40 +146,34 @@ def _is_a_type(kernel: Kernel[Cfg, Out], array: jax.ShapeDtypeStruct) -> Argumen
     )
 
 
-class _RedirectToScan:
-    """Replaces a typed plan if a value must not be compared by `==`; it sends such calls to the scan."""
-
-    def __init__(self, plans: Plans, kernel: weakref.ref[Any]) -> None:
-        self._plans: Callable[[], Any] = weakref.ref(plans)
-        self._kernel = kernel
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        return self._plans().run(self._kernel(), args, kwargs, None, None)
+def _redirect_to_scan(plans: Plans, kernel: weakref.ref[Any]) -> Plan:
+    """Return what replaces a typed plan if a value must not be compared by `==`; it sends such calls to the scan."""
+    owner: Callable[[], Any] = weakref.ref(plans)
+    return lambda *args, **kwargs: owner().run(kernel(), args, kwargs, None, None)
 
 
-class _ScannedPlan:
-    """A compiled function of a call's arrays; other values are read from the call during tracing."""
+def _scanned_plan(bind: Callable[[], Any], kernel: weakref.ref[Any], cfg: object) -> Plan:
+    """Return a compiled function of a call's arrays; other values are read from the call during tracing."""
+    # Thread-local: two threads may run the same plan, and static values come from the call that is being traced.
+    current = threading.local()
 
-    def __init__(self, bind: Callable[[], Any], kernel: weakref.ref[Any], cfg: object) -> None:
-        # Thread-local: two threads may run the same plan, and static values come from the call that is being traced.
-        current = self._current = threading.local()
+    def run(*arrays: jax.Array) -> Any:
+        leaves, tree = jax.tree.flatten(current.call, is_leaf=wraps_array)
+        given = iter(arrays)
+        filled = [next(given) if _is_given(leaf) else leaf for leaf in leaves]
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        return bind()(kernel(), args, kwargs, cfg, weakly=True)
 
-        def run(*arrays: jax.Array) -> Any:
-            leaves, tree = jax.tree.flatten(current.call, is_leaf=wraps_array)
-            given = iter(arrays)
-            filled = [next(given) if _is_given(leaf) else leaf for leaf in leaves]
-            args, kwargs = jax.tree.unflatten(tree, filled)
-            return bind()(kernel(), args, kwargs, cfg, weakly=True)
+    jitted = jax.jit(run)
 
-        self._jitted: Any = jax.jit(run)
-
-    def __call__(self, args: tuple[object, ...], kwargs: Mapping[str, object], arrays: Sequence[jax.Array]) -> Any:
-        self._current.call = args, kwargs
+    def plan(args: tuple[object, ...], kwargs: Mapping[str, object], arrays: Sequence[jax.Array]) -> Any:
+        current.call = args, kwargs
         try:
-            return self._jitted(*arrays)
+            return jitted(*arrays)
         finally:
-            # The plan lives on, and must not keep the call's arguments alive.
-            del self._current.call
+            del current.call  # the plan lives on, and must not keep the call's arguments alive
+
+    return plan
 
 
 class Traced(Exception):
