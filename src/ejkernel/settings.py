@@ -6,17 +6,15 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 CACHE_FOLDER = "configs"  # the last part of the default cache folder, which has other files beside it
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-_STAMPS = ("hash", "json", "none")
 _STALE = ("use", "retune", "refuse")
 _MAY_DIFFER = ("jax", "jaxlib", "driver", "space")
 _DETERMINISTIC = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
-_ON_MISS = ("heuristic", "tune", "error")
 _PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]*")
 _READ = (  # all variables that settings depend on; `~` expands to one of the home folders
     "EJKERNEL_AUTOTUNE",
@@ -105,7 +103,8 @@ class Settings:
 
         `EJKERNEL_AUTOTUNE=1` is the same as `tune`.
         """
-        asked, tune = _choice(self._env, "EJKERNEL_ON_MISS", _ON_MISS), _flag(self._env, "EJKERNEL_AUTOTUNE")
+        asked = _choice(self._env, "EJKERNEL_ON_MISS", ("heuristic", "tune", "error"), "heuristic")
+        tune = _BOOLS[_choice(self._env, "EJKERNEL_AUTOTUNE", _BOOLS, "0")]
         if tune and asked != "tune" and self._env.get("EJKERNEL_ON_MISS", "").strip():
             raise _error(f"EJKERNEL_ON_MISS={asked} and EJKERNEL_AUTOTUNE=1 contradict each other; unset one of them.")
         return "tune" if tune else asked
@@ -113,12 +112,12 @@ class Settings:
     @functools.cached_property
     def note_misses(self) -> bool:
         """Whether the default executor writes misses to the cache folder (`EJKERNEL_NOTE_MISSES`)."""
-        return _flag(self._env, "EJKERNEL_NOTE_MISSES")
+        return _BOOLS[_choice(self._env, "EJKERNEL_NOTE_MISSES", _BOOLS, "0")]
 
     @functools.cached_property
     def record(self) -> bool:
         """Whether every lowered call is recorded (`EJKERNEL_OPS_RECORD`)."""
-        return _flag(self._env, "EJKERNEL_OPS_RECORD")
+        return _BOOLS[_choice(self._env, "EJKERNEL_OPS_RECORD", _BOOLS, "0")]
 
     @functools.cached_property
     def stale(self) -> dict[str, Any]:
@@ -143,7 +142,7 @@ class Settings:
     @functools.cached_property
     def stamp(self) -> str:
         """Content of a call's label in the program's text: `hash`, `json` or `none` (`EJKERNEL_OPS_STAMP`)."""
-        return _choice(self._env, "EJKERNEL_OPS_STAMP", _STAMPS)
+        return _choice(self._env, "EJKERNEL_OPS_STAMP", ("hash", "json", "none"), "hash")
 
     def check(self) -> None:
         """Raise if a setting other than folders and URLs is bad; commands call this before they start."""
@@ -163,23 +162,18 @@ def current() -> Settings:
 
 @functools.lru_cache(maxsize=16)
 def _of(variables: tuple[tuple[str, str], ...]) -> Settings:
-    unknown = [name for name in _unknown() if name not in _reported]
+    unknown = sorted({name for name in os.environ if name.upper().startswith(_PREFIX)}.difference(_OURS, _reported))
     if unknown:
         _warn_of(unknown)
     return Settings(dict(variables))
 
 
-_reported: set[str] = set()  # unknown variables that this process has warned about
+_reported: set[str] = set()  # variables of which this process does not warn, or not again
 
 
 def suppress_unknown_variable_warnings() -> None:
     """Do not warn about unknown variables in this process, because its parent already has."""
-    _reported.update(_unknown())
-
-
-def _unknown() -> list[str]:
-    """Return the variables with our prefix that ejkernel does not know."""
-    return sorted(name for name in os.environ if name.upper().startswith(_PREFIX) and name not in _OURS)
+    _reported.update(os.environ)
 
 
 def _warn_of(unknown: list[str]) -> None:
@@ -289,17 +283,8 @@ def _items(env: Mapping[str, str], name: str) -> tuple[str, ...]:
     return found
 
 
-def _flag(env: Mapping[str, str], name: str) -> bool:
-    raw = env.get(name, "").strip().lower()
-    if not raw:
-        return False
-    if raw not in _BOOLS:
-        raise _error(f"{name} must be one of {', '.join(_BOOLS)}; got {raw!r}.")
-    return _BOOLS[raw]
-
-
-def _choice(env: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
-    raw = env.get(name, "").strip().lower() or allowed[0]
+def _choice(env: Mapping[str, str], name: str, allowed: Collection[str], default: str) -> str:
+    raw = env.get(name, "").strip().lower() or default
     if raw not in allowed:
         from ejkernel.ops.utils.messages.names import did_you_mean  # imports JAX, as `_error` does
 

@@ -17,13 +17,14 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.cli import explain, main, report
+from ejkernel.cli import explain, main, report, show
 from ejkernel.modules import flash_attention as flash
 from ejkernel.ops import ConfigSelectorChain, Invocation, PersistentCache
 from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState
 from ejkernel.ops.config.selection import Resolution
 from ejkernel.ops.config.tiers.tier import ORDER
 from ejkernel.ops.execution.explain import Explanation
+from ejkernel.ops.utils.formatting import terminal_width
 
 PROGRAM = """
 import jax
@@ -272,7 +273,8 @@ def test_list_includes_the_kernels_of_a_named_module(folder, capsys):
 )
 def test_tables_fit_the_terminal_and_cut_nothing(folder, capsys, monkeypatch, command, columns):
     whole = run(capsys, *command)[1].split()
-    monkeypatch.setattr(report, "width", lambda: columns)
+    for module in (report, show):
+        monkeypatch.setattr(module, "terminal_width", lambda: columns)
     status, out, _ = run(capsys, *command)
     assert status == 0
     # The name of a device is not broken.
@@ -309,9 +311,9 @@ def on_a_terminal(columns, code):
 
 STYLES = """
 import os, sys
-from ejkernel.cli import report
 from ejkernel.cli.tune import messages
-print(report.width())
+from ejkernel.ops.utils.formatting import terminal_width
+print(terminal_width())
 messages(file=sys.stdout).print("1 call")
 os.environ["NO_COLOR"] = "1"
 messages(file=sys.stdout).print("2 calls")
@@ -327,7 +329,7 @@ def test_a_terminal_s_own_width_counts_and_colours_can_be_switched_off():
 
 
 def test_output_to_a_pipe_is_complete():
-    assert report.width() is None
+    assert terminal_width() is None
 
 
 def test_an_entry_that_keeps_an_older_heuristic_is_named(folder, capsys, monkeypatch):

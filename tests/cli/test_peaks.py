@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -10,13 +11,13 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.cli import peaks, roofline
-from ejkernel.cli.peaks import Peak, Peaks
+from ejkernel.cli.peaks import Peak, peak_of
 from ejkernel.cli.report_data import CallReport, Throughput
 from ejkernel.ops import Kernel
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.utils.fingerprint import device_fingerprint, fingerprint_of
 
-H200 = Peaks().of("gpu:nvidia_h200", "bfloat16")
+H200 = peak_of("gpu:nvidia_h200", "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ H200 = Peaks().of("gpu:nvidia_h200", "bfloat16")
     ],
 )
 def test_the_names_of_devices_are_those_that_jax_reports(kind, chip):
-    assert Peaks().of(fingerprint_of(kind, chip), "bfloat16") is not None
+    assert peak_of(fingerprint_of(kind, chip), "bfloat16") is not None
 
 
 def test_every_peak_names_its_source():
@@ -37,8 +38,8 @@ def test_every_peak_names_its_source():
 
 
 def test_an_unknown_device_or_dtype_has_no_peak():
-    assert Peaks().of("gpu:unheard_of", "bfloat16") is None
-    assert Peaks().of("gpu:nvidia_h200", "complex64") is None
+    assert peak_of("gpu:unheard_of", "bfloat16") is None
+    assert peak_of("gpu:nvidia_h200", "complex64") is None
 
 
 def test_a_call_is_limited_by_memory_below_the_ridge():
@@ -57,14 +58,15 @@ def test_a_peak_is_measured_once_and_only_for_this_device(monkeypatch):
     times = iter([2.0, 4.0])  # milliseconds of the product and of the copy
 
     monkeypatch.setattr(peaks, "_least", lambda function, *args: next(times))
-    measuring = Peaks(measure=True)
-    found = measuring.of(device_fingerprint(), "float32")
+    monkeypatch.setattr(peaks, "_measured", functools.cache(peaks._measured.__wrapped__))
+    measured = functools.partial(peak_of, measure=True)
+    found = measured(device_fingerprint(), "float32")
     assert math.isclose(found.tflops, 2 * 1024**3 / 2e-3 * 1e-12)
     assert math.isclose(found.gbytes, 2 * 4 * 2**24 / 4e-3 * 1e-9)
     assert "measured here" in found.source
-    assert measuring.of(device_fingerprint(), "float32") is found
-    assert measuring.of("gpu:nvidia_h200", "bfloat16") == H200
-    assert measuring.of(device_fingerprint(), "int32") is None
+    assert measured(device_fingerprint(), "float32") is found
+    assert measured("gpu:nvidia_h200", "bfloat16") == H200
+    assert measured(device_fingerprint(), "int32") is None
 
 
 def reached(name, tflops, intensity):

@@ -319,6 +319,17 @@ def test_a_roofline_shows_what_the_device_can_do(page):
     assert labels == ["reported@v0 f32[16,8]: 2 TFLOP/s, 21% of the roofline, limited by memory, 2.00x"]
 
 
+@pytest.mark.parametrize("module", ["costs_of_the_report", "./costs_of_the_report.py"])
+def test_a_module_of_kernels_has_a_name_or_a_path(module, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "costs_of_the_report", raising=False)
+    (tmp_path / "costs_of_the_report.py").write_text("")
+    folder = save(tmp_path / "configs", found())
+    assert main(["report", "--cache", str(folder), "--output", "out.html", "--import", module]) == 0
+    assert "costs_of_the_report" in sys.modules
+
+
 def test_without_a_peak_there_is_no_roofline(tmp_path):
     inv = dataclasses.replace(call(), device="gpu:unheard_of")
     page = Page(reported(save(tmp_path / "configs", found(inv)), tmp_path))

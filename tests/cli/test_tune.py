@@ -406,6 +406,17 @@ def test_results_before_an_interrupt_are_shown_and_saved(program, capsys, monkey
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_the_first_interrupt_says_that_another_stops_at_once(capsys):
+    with commands._announcing_the_stop(commands.messages()):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(number)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "stopping with the best so far, which is saved; Ctrl-C again stops at once"
+    assert second == "stopping at once, without the measurements of this search"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_fresh_process_uses_the_saved_configurations(program, capsys):
     run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     ask = (

@@ -11,7 +11,7 @@ import pytest
 
 import ejkernel.modules  # noqa: F401 - makes the kernels that entries are of
 from ejkernel import compat
-from ejkernel.ops.config.entries import decoded, shipped_configs, sister_of
+from ejkernel.ops.config.entries import decoded, shipped_config, sister_of
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.description import rebuild
 
@@ -54,4 +54,4 @@ def test_an_entry_runs_on_its_device_and_on_a_sister(found):
             pytest.skip(reason)
         assert reason == ""
         measured = inv.key._replace(device=sister_of(device) or device)
-        assert shipped_configs().find(measured, inv.kernel.config_type).config == config
+        assert shipped_config(measured, inv.kernel.config_type).config == config

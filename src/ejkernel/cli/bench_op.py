@@ -18,8 +18,8 @@ from ejkernel.cli.bench import BenchOptions, build_as_data, print_table, race, s
 from ejkernel.cli.builds import Build, Loaded, build, of_mapping
 from ejkernel.cli.explain import usual_chain
 from ejkernel.cli.outcome import integers_in_words
-from ejkernel.cli.peaks import Peak, Peaks, main_dtype
-from ejkernel.cli.programs import import_operations, import_users, look_here, module_named
+from ejkernel.cli.peaks import Peak, main_dtype, peak_of
+from ejkernel.cli.programs import import_named, import_operations
 from ejkernel.cli.report_data import fraction_of
 from ejkernel.cli.rounds import Comparison, verdict
 from ejkernel.cli.shapes import call_of_types
@@ -83,9 +83,7 @@ def run_bench_op(options: BenchOptions, imports: Sequence[str]) -> None:
     """Run `ejkernel bench --op`."""
     store = None if options.cache is None else opened(options.cache)
     import_operations()
-    look_here()
-    for module in map(module_named, imports):
-        import_users(module)
+    import_named(imports)
     options, note = _as_in_a_program(options)
     inv = call_of_types(options.op, options.shapes, options.kwargs)
     _print(options, _compared(options, inv, usual_chain(store), note))
@@ -132,7 +130,7 @@ def _compared(options: BenchOptions, inv: Invocation[Any, Any], chain: Any, note
         result.builds.append(made)
         result.whys[name] = whys
     result.builds.append(result.builds.pop(0))  # the chosen one is built first and shown last
-    result.peak = Peaks(measure=options.measure_peak).of(device_fingerprint(), main_dtype(inv))
+    result.peak = peak_of(device_fingerprint(), main_dtype(inv), measure=options.measure_peak)
     result.found = race(options, result.builds)
     return result
 

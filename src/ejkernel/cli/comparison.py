@@ -240,8 +240,7 @@ def _pairs(
 ) -> Iterator[ComparedCall]:
     for key in left | right:
         mine, theirs = left.get(key), right.get(key)
-        shown = theirs or mine
-        assert shown is not None  # the key comes from one of the two
+        shown: Any = theirs or mine  # the key comes from one of the two
         yield ComparedCall(
             op=shown.op,
             call=shown.call,

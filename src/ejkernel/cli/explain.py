@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from ejkernel.cli import report
-from ejkernel.cli.programs import import_operations, import_users, look_here, module_named, with_cache
+from ejkernel.cli.programs import import_named, import_operations, with_cache
 from ejkernel.cli.show import begins, none_begins, opened
 from ejkernel.cli.sources import Source, find_on
 from ejkernel.ops.autotuner.compile.targets import Target
@@ -210,11 +210,9 @@ def counts_in_words(explained: Sequence[Explanation], where: str, device: str = 
 
 def run_list(imports: Sequence[str], *, as_json: bool, device: str = "here") -> None:
     """Run `ejkernel list` for the target of that name."""
-    look_here()
     aim = Target.named(device).fingerprint
     rows = implementations_on(aim)
-    for module in map(module_named, imports):
-        import_users(module)
+    import_named(imports)
     rows += [row for op, kernel in _kernels(ours=False) if imports for row in _rows_of(op, kernel, aim)]
     if as_json:
         found = [

@@ -20,7 +20,7 @@ import jax
 
 from ejkernel import settings
 from ejkernel.cli import report
-from ejkernel.cli.programs import import_users, look_here, module_named
+from ejkernel.cli.programs import import_named
 from ejkernel.cli.show import opened
 from ejkernel.ops.autotuner.store.measurements import LOG, read_search
 from ejkernel.ops.autotuner.store.saving import heuristic_since, why_not_run
@@ -239,18 +239,13 @@ def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -
     """Run `ejkernel cache verify`; return 1 if a file is unusable, a layer is missing, or another folder was meant."""
     store = opened(cache, alone=True)
     layers = _layers() if cache is None else []
-    if imports:
-        look_here()
-    for module in map(module_named, imports):
-        import_users(module)
+    import_named(imports)
     by_folder = {str(each.path): list(items(each, _call_of if imports else None)) for each in (store, *layers)}
     found = [item for those in by_folder.values() for item in those]
     bad = [item for item in found if item.problem or item.fails]
     missing = [str(layer.path) for layer in layers if layer.path is None or not layer.path.is_dir()]
     if as_json:
-        report.echo_json(
-            _verified_as_data(found, str(store.path)) | {"layers": list(by_folder)[1:], "missing": missing}
-        )
+        report.echo_json(_verified_as_data(found, list(by_folder)) | {"missing": missing})
     else:
         _print_verified(by_folder, bad, {str(each.path): each.fault for each in (store, *layers)})
     is_another_meant = any(each.fault for each in (store, *layers) if each.path is not None and each.path.is_dir())
@@ -262,12 +257,13 @@ def _layers() -> list[PersistentCache]:
     return [PersistentCache(place, layers=()) for place in settings.current().cache_layers if not is_url(place)]
 
 
-def _verified_as_data(found: Sequence[Item], folder: str) -> dict[str, Any]:
+def _verified_as_data(found: Sequence[Item], folders: Sequence[str]) -> dict[str, Any]:
     counts = collections.Counter(item.kind for item in found)
     differing = ((str(item.path), [each._asdict() for each in item.stale]) for item in found if item.stale)
     bad = (item for item in found if item.problem or item.fails)
     return {plural: counts[kind] for kind, plural in _KINDS.items()} | {
-        "folder": folder,
+        "folder": folders[0],
+        "layers": folders[1:],
         "unusable": [{"file": str(item.path), "kind": item.kind, "reason": item.problem or item.fails} for item in bad],
         "stale": [{"file": file, "differences": differences} for file, differences in differing],
         "unknown": collections.Counter(name for item in found for name in item.unknown),

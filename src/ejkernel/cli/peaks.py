@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -96,27 +97,20 @@ _CHIPS: Final[Mapping[str, _Chip]] = {
 }
 
 
-class Peaks:
-    """The peaks of devices.
+def peak_of(device: str, dtype: str, *, measure: bool = False) -> Peak | None:
+    """Return the peak of a device for a dtype; `None` if it is not known.
 
     Args:
+        device: The device.
+        dtype: The dtype.
         measure: Whether to measure the peak of the device of this process, rather than to look it up.
     """
-
-    def __init__(self, *, measure: bool = False) -> None:
-        self._measure = measure
-        self._measured: dict[str, Peak | None] = {}
-
-    def of(self, device: str, dtype: str) -> Peak | None:
-        """Return the peak of a device for a dtype; `None` if it is not known."""
-        if self._measure and device == device_fingerprint():
-            if dtype not in self._measured:
-                self._measured[dtype] = _measured(dtype)
-            return self._measured[dtype]
-        chip = _CHIPS.get(device)
-        if chip is None or dtype not in chip.tflops:
-            return None
-        return Peak(dtype=dtype, tflops=chip.tflops[dtype], gbytes=chip.gbytes, source=chip.source)
+    if measure and device == device_fingerprint():
+        return _measured(dtype)
+    chip = _CHIPS.get(device)
+    if chip is None or dtype not in chip.tflops:
+        return None
+    return Peak(dtype=dtype, tflops=chip.tflops[dtype], gbytes=chip.gbytes, source=chip.source)
 
 
 def main_dtype(inv: Invocation[Any, Any]) -> str:
@@ -126,6 +120,7 @@ def main_dtype(inv: Invocation[Any, Any]) -> str:
     return "" if largest is None else str(largest.dtype)
 
 
+@functools.cache
 def _measured(dtype: str) -> Peak | None:
     """Return the best of a few large matrix products and copies; `None` for a dtype without matrix products."""
     if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):

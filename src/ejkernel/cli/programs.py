@@ -18,7 +18,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -225,6 +225,13 @@ def import_users(name: str) -> Any:
     """
     with user_code(f"importing {name}"):
         return _import(name)
+
+
+def import_named(modules: Iterable[str]) -> None:
+    """Import modules named by the user, by name or path; also modules of the working directory."""
+    for module in modules:
+        look_here()
+        import_users(module_named(module))
 
 
 def _import(name: str) -> Any:

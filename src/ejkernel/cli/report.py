@@ -23,19 +23,14 @@ from ejkernel.ops.utils.formatting import arguments, compact, counted, terminal_
 from ejkernel.ops.utils.storage.serialize import to_data
 
 
-def width() -> int | None:
-    """Return the maximum width of a table: that of the terminal, or `None` if the output is not a terminal."""
-    return terminal_width()
-
-
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *optional: str) -> str:
     """Return a table that fits the terminal; drop the columns in `optional`, in this order, if it is too wide."""
-    return text_table(header, rows, width=width(), optional=optional)
+    return text_table(header, rows, width=terminal_width(), optional=optional)
 
 
 def wrapped(text: str, indent: int = 0) -> str:
     """Return a text wrapped to the terminal, without splitting words; further lines are indented."""
-    return formatting.wrapped(text, width(), indent)
+    return formatting.wrapped(text, terminal_width(), indent)
 
 
 def echo_json(data: Any) -> None:
@@ -98,10 +93,7 @@ def _numbers(
 
 
 def calls_as_data(
-    calls: Sequence[Invocation[Any, Any]],
-    tuned: Sequence[str],
-    progress: Sequence[SearchProgress | None],
-    times: Times = MappingProxyType({}),
+    calls: Sequence[Invocation[Any, Any]], tuned: Sequence[str], progress: Sequence[SearchProgress | None], times: Times
 ) -> list[dict[str, Any]]:
     """Return the calls with keys, tuning state and descriptions, for JSON."""
     return [
@@ -142,7 +134,7 @@ def searches(result: AutotuningResult, *, verbose: bool = False, times: Times = 
 
 def candidates(tuned: AutotuneData) -> str:
     """Return a table of the candidates of a search, with the rates that its winner achieves."""
-    return tuned.summary(width=width(), verbose=True, more=_achieved(tuned))
+    return tuned.summary(width=terminal_width(), verbose=True, more=_achieved(tuned))
 
 
 def _achieved(tuned: AutotuneData) -> tuple[str, ...]:

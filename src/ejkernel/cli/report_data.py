@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from ejkernel.cli.peaks import Peak, Peaks, main_dtype
+from ejkernel.cli.peaks import Peak, main_dtype, peak_of
 from ejkernel.cli.rounds import FEWEST, interval
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.store.measurements import CallHistory, MeasurementStore, StoredSearch
@@ -122,27 +122,27 @@ class CallReport(SearchView):
         return "faster" if self.speedup is not None and self.speedup > 1 else "kept"
 
 
-def calls_of(store: PersistentCache, peaks: Peaks | None = None, *, newest: int | None = None) -> list[CallReport]:
+def calls_of(store: PersistentCache, *, measure_peak: bool = False, newest: int | None = None) -> list[CallReport]:
     """Return the calls with an entry or a search, sorted by operation, device and arguments.
 
     Args:
         store: The cache.
-        peaks: The peaks of devices; by default those that are known without measuring.
+        measure_peak: Whether to measure the peak of this device.
         newest: Show this search of each call instead of the search behind its entry: 0 the newest, 1 the next older.
             Calls without such a search are left out.
     """
-    histories, peaks = MeasurementStore(store).by_call(), peaks or Peaks()
+    histories = MeasurementStore(store).by_call()
     if newest is not None:
         chosen = [(one.searches[newest], one.entry) for one in histories.values() if newest < len(one.searches)]
         found = [
-            _of_search(dataclasses.replace(search, stays=None), peaks, _source(search, entry))
+            _of_search(dataclasses.replace(search, stays=None), measure_peak, _source(search, entry))
             for search, entry in chosen
         ]
     else:
         alone = [
             entry for _, entry in store.entries() if isinstance(entry.key, ConfigKey) and entry.key not in histories
         ]
-        found = [_of_history(history, peaks) for history in histories.values()]
+        found = [_of_history(history, measure_peak) for history in histories.values()]
         found += [CallReport(**_identity(one.key, one.call, one.provenance), **_saved(one)) for one in alone]
     return sorted(_with_shares(found), key=lambda call: (call.op, call.device, call.arguments, call.call))
 
@@ -166,7 +166,7 @@ def _with_shares(calls: Sequence[CallReport]) -> Iterator[CallReport]:
 
 def _saved(entry: StoredEntry) -> dict[str, Any]:
     """Return the values of an entry without the file of its search."""
-    times = [_stored_time(entry, name) for name in ("heuristic", "winner")]
+    times = entry.median_us("heuristic"), entry.median_us("winner")
     return {
         "config": compact(entry.config),
         "result": stored_in_brief(entry.measured, entry.speedup),
@@ -186,12 +186,6 @@ def _in_program(entry: StoredEntry, program: str = "") -> dict[str, Any]:
     """Return the program of an entry and the comparison of its step."""
     step = StepNote.stored_in(entry.measured)
     return {"step": step, "program": printable(program or ("" if step is None else step.target))}
-
-
-def _stored_time(entry: StoredEntry, name: str) -> float | None:
-    times = (entry.measured or {}).get(name)
-    found = times.get("median_us") if isinstance(times, dict) else None
-    return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
 
 
 def _stored_clock(entry: StoredEntry) -> str:
@@ -223,9 +217,9 @@ def _source(search: StoredSearch, entry: StoredEntry | None) -> str:
     return _place(entry) if search.stays is None else "saved by this search, but replaced since"
 
 
-def _of_history(history: CallHistory, peaks: Peaks) -> CallReport:
+def _of_history(history: CallHistory, measure_peak: bool) -> CallReport:
     search, newest, entry = history.shown, history.searches[0], history.entry
-    found = _of_search(search, peaks, _source(search, entry))
+    found = _of_search(search, measure_peak, _source(search, entry))
     notes = []
     if search is not newest:
         result = newest.not_saved or newest.in_a_word
@@ -243,12 +237,12 @@ def _of_history(history: CallHistory, peaks: Peaks) -> CallReport:
     return dataclasses.replace(found, notes=(*found.notes, *map(printable_lines, notes)), **known)
 
 
-def _of_search(search: StoredSearch, peaks: Peaks, source: str) -> CallReport:
+def _of_search(search: StoredSearch, measure_peak: bool, source: str) -> CallReport:
     winner = search.winner
     config = "-" if winner.measurement is None else compact(winner.config)
     # The page shows the comparison with the heuristic in full.
     notes = [search.why, *remarks(dataclasses.replace(search, challenge=None))]
-    throughput, peak = _throughput(search, peaks)
+    throughput, peak = _throughput(search, measure_peak)
     return CallReport(
         **_identity(search.key, search.call, search.provenance),
         **view_of(search),
@@ -278,12 +272,12 @@ def _interval(search: StoredSearch) -> tuple[float, float] | None:
     return low * factor, high * factor
 
 
-def _throughput(search: StoredSearch, peaks: Peaks) -> tuple[tuple[Throughput, ...], Peak | None]:
+def _throughput(search: StoredSearch, measure_peak: bool) -> tuple[tuple[Throughput, ...], Peak | None]:
     """Return the throughput with the heuristic and tuned, and the peak of the device; nothing without a cost."""
     cost, dtype = _cost(search)
     if cost is None or cost.bytes <= 0:
         return (), None
-    intensity, peak = cost.flops / cost.bytes, peaks.of(search.key.device, dtype)
+    intensity, peak = cost.flops / cost.bytes, peak_of(search.key.device, dtype, measure=measure_peak)
     found: list[Throughput] = []
     for name, seconds in (("with the heuristic", search.before), ("tuned", search.tuned)):
         if seconds is None or (name == "tuned" and search.is_kept and found):

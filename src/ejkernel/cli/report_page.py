@@ -14,8 +14,7 @@ import click
 
 from ejkernel.cli import report
 from ejkernel.cli.comparison import Comparison, compare
-from ejkernel.cli.peaks import Peaks
-from ejkernel.cli.programs import import_operations, import_users, look_here
+from ejkernel.cli.programs import import_named, import_operations
 from ejkernel.cli.report_data import CallReport, calls_of, steps_of
 from ejkernel.cli.roofline import rooflines_of
 from ejkernel.cli.show import opened
@@ -70,13 +69,10 @@ def run_report(options: ReportOptions) -> int:
     """Run `ejkernel report`; return 1 if there is nothing to show."""
     store = opened(options.cache)
     import_operations()  # they define the cost of a call
-    if options.imports:
-        look_here()
-    for name in options.imports:
-        import_users(name)
+    import_named(options.imports)
     if options.is_comparison:
         return _write_comparison(options, store)
-    calls = _of_device(calls_of(store, Peaks(measure=options.measure_peak)), options.device)
+    calls = _of_device(calls_of(store, measure_peak=options.measure_peak), options.device)
     if options.as_json:
         report.echo_json([dataclasses.asdict(call) for call in calls])
     elif not calls:

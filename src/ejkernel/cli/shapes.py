@@ -172,8 +172,7 @@ def _value(data: Any) -> Any:
     except TypeError as error:
         raise ArgumentError(f"{data!r} has an unknown dtype; write e.g. bf16[8,128] or int32[8].") from error
     sizes = _SIZES.fullmatch(found[2])
-    if sizes is None and "]" not in data:
-        raise ArgumentError(f"{data!r} has no closing bracket; write e.g. bf16[8,128] or f32[].")
     if sizes is None:
-        raise ArgumentError(f"{data!r} must have numbers as sizes in brackets; write e.g. bf16[8,128] or f32[].")
+        fault = "must have numbers as sizes in brackets" if "]" in data else "has no closing bracket"
+        raise ArgumentError(f"{data!r} {fault}; write e.g. bf16[8,128] or f32[].")
     return jax.ShapeDtypeStruct(tuple(int(size) for size in (sizes[1] or "").split(",") if size.strip()), dtype)

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
-import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
 import click
 
@@ -25,27 +25,21 @@ from ejkernel.ops.config.shared.exchange import FolderPlace, Place, Plan, Shared
 from ejkernel.ops.errors import ConfigError, EjkernelError
 from ejkernel.ops.utils.formatting import arguments, compact, counted
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 _SHOWN: Final = 50  # rows of a table; `--json` prints all
 
 
-def _with_config_errors(run: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Make a command raise errors of disk or network as `ConfigError`."""
-
-    @functools.wraps(run)
-    def command(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        try:
-            return run(*args, **kwargs)
-        except (EjkernelError, BrokenPipeError):  # a broken pipe is that of the output
-            raise
-        except OSError as error:
-            raise ConfigError(str(error)) from error
-
-    return command
+@contextlib.contextmanager
+def _config_errors() -> Iterator[None]:
+    """Raise errors of disk or network as `ConfigError`; decorates the commands."""
+    try:
+        yield
+    except (EjkernelError, BrokenPipeError):  # a broken pipe is that of the output
+        raise
+    except OSError as error:
+        raise ConfigError(str(error)) from error
 
 
-@_with_config_errors
+@_config_errors()
 def run_push(url: str, cache: Path | None, *, merge: bool, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache push`."""
     folder = _folder(cache)
@@ -58,7 +52,7 @@ def run_push(url: str, cache: Path | None, *, merge: bool, dry_run: bool, as_jso
         click.echo(f"{target}: {counted(fewer, 'pack')} fewer", err=True)
 
 
-@_with_config_errors
+@_config_errors()
 def run_pull(url: str, cache: Path | None, *, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache pull`: into the folder or, without a URL, only into the copies of the layers."""
     folder = _folder(cache, may_be_new=True)
@@ -81,7 +75,7 @@ def run_pull(url: str, cache: Path | None, *, dry_run: bool, as_json: bool) -> N
         raise ConfigError("; ".join(problems))
 
 
-@_with_config_errors
+@_config_errors()
 def run_merge(sources: Sequence[str], cache: Path | None, *, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache merge`."""
     folder = _folder(cache, may_be_new=True)
@@ -94,7 +88,7 @@ def run_merge(sources: Sequence[str], cache: Path | None, *, dry_run: bool, as_j
     _print(found, target, dry_run=dry_run, as_json=as_json, searches=searches)
 
 
-@_with_config_errors
+@_config_errors()
 def run_prune_shared(url: str, cache: Path | None, wanted: Wanted, *, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache prune URL`: repair a shared cache, then remove `wanted` entries and merge its packs.
 
@@ -115,7 +109,7 @@ def run_prune_shared(url: str, cache: Path | None, wanted: Wanted, *, dry_run: b
     click.echo(f"{target}: {_entries(found.entries)} {verb}{damaged}; {counted(found.packs, 'pack')} fewer")
 
 
-@_with_config_errors
+@_config_errors()
 def run_diff(one: str, other: str, cache: Path | None, *, as_json: bool) -> int:
     """Run `ejkernel cache diff`; return 1 if the places differ."""
     folder = _folder(cache)

@@ -21,7 +21,7 @@ from ejkernel.ops.config.persistent import PersistentCache, fault_of
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.formatting import arguments, cases, compact, stored_time
+from ejkernel.ops.utils.formatting import arguments, cases, compact, stored_time, terminal_width
 from ejkernel.ops.utils.messages.names import did_you_mean
 
 
@@ -140,7 +140,7 @@ def _in_full(entry: StoredEntry) -> str:
         ("speed-up", _result_of(entry)),
         ("search", stored_in_words(entry.measured)),
         *([("heuristic", _median(measured["heuristic"]))] if "heuristic" in measured else []),
-        *([("winner", _winner(measured, entry.speedup))] if "winner" in measured else []),
+        *([("winner", _winner(entry, measured["winner"]))] if "winner" in measured else []),
         *(
             (name, _words(measured[name]))
             for name in ("candidates", "seconds", "checked", "input_sets")
@@ -154,13 +154,10 @@ def _in_full(entry: StoredEntry) -> str:
     return "\n".join([printable(f"{op}  {call}"), *(f"  {name:<14}{printable(text)}" for name, text in lines if text)])
 
 
-def _winner(measured: dict[str, Any], speedup: float | None) -> str:
+def _winner(entry: StoredEntry, times: Any) -> str:
     """Return the winner's time: the heuristic's divided by the speed-up that decided, if both are known."""
-    winner, before = measured["winner"], measured.get("heuristic")
-    known = before.get("median_us") if isinstance(before, dict) and isinstance(winner, dict) else None
-    if not isinstance(known, int | float) or not speedup:
-        return _median(winner)
-    return _median(winner | {"median_us": known / speedup})
+    before = entry.median_us("heuristic") if isinstance(times, dict) else None
+    return _median(times if before is None or not entry.speedup else times | {"median_us": before / entry.speedup})
 
 
 def _words(value: Any) -> str:
@@ -186,7 +183,7 @@ def _show_searches(cache: PersistentCache, prefixes: Sequence[str], as_json: boo
     if as_json:
         report.echo_json([_search_as_data(search) for search in found])
     else:
-        click.echo("\n\n".join(search.summary(width=report.width()) for search in found))
+        click.echo("\n\n".join(search.summary(width=terminal_width()) for search in found))
 
 
 def _search_as_data(search: StoredSearch) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class Answer:
 
 
 Make = Callable[[str, Mapping[ConfigKey, Any]], Build]
-_FAILS = (click.ClickException, EjkernelError)
+FAILS = (click.ClickException, EjkernelError)
 
 
 def compare_step(question: Question) -> Answer:
@@ -123,8 +123,8 @@ def compare_step(question: Question) -> Answer:
         say("comparing the step without and with the new configurations")
         try:
             before = make(_BEFORE, {winner.key: winner.before for winner in question.winners})
-        except _FAILS as error:
-            return Answer(skipped=_first_line(error))
+        except FAILS as error:
+            return Answer(skipped=first_line(error))
         least = before.compile_seconds + 2 * (WARM_UP + FEWEST) * before.first
         if least > end - time.monotonic() and not question.insists:
             return Answer(skipped=f"that takes about {least:.0f} s more, which is long beside the searches")
@@ -146,8 +146,8 @@ def choose(winners: Sequence[Winner], before: Build, make: Make, left: Callable[
     builds = [before]
     try:
         builds.append(make(_AFTER, configs | {winner.key: winner.after for winner in winners}))
-    except _FAILS as error:
-        search = _Search(before, before.first, configs, f"does not run: {_first_line(error)}")
+    except FAILS as error:
+        search = _Search(before, before.first, configs, f"does not run: {first_line(error)}")
     else:
         found = _race(builds, left())
         if not is_slower(found.over[_BEFORE]):
@@ -198,8 +198,8 @@ class _Search:
         configs = self.configs | {winner.key: winner.after}
         try:
             build = make(_NEXT, configs)
-        except _FAILS as error:
-            return f"with it does not run: {_first_line(error)}"
+        except FAILS as error:
+            return f"with it does not run: {first_line(error)}"
         found = _race([self.before, *([] if self.best is self.before else [self.best]), build], left())
         if any(map(_may_be_slower, found.over.values())):
             return f"with it {_slowed(found, _NEXT)}"
@@ -236,6 +236,7 @@ def _slowed(found: Comparison, name: str) -> str:
     return f"takes {after} instead of {before}"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message."""
     text = error.message if isinstance(error, click.ClickException) else str(error)
     return next(iter(text.splitlines()), type(error).__name__)

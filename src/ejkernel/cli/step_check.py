@@ -13,12 +13,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import click
-
 from ejkernel.cli.files import Found
 from ejkernel.cli.programs import Program, with_cache
 from ejkernel.cli.saved import SavedCalls
-from ejkernel.cli.step import Answer, Question, Winner, compare_step
+from ejkernel.cli.step import FAILS, Answer, Question, Winner, compare_step, first_line
 from ejkernel.ops.autotuner.trials.candidates import heuristic_of, is_in
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
 from ejkernel.ops.autotuner.trials.status import SearchProgress, is_kept_in
@@ -28,7 +26,6 @@ from ejkernel.ops.config.step_notes import StepNote
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of, kernel_of
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import EjkernelError
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import arguments
 from ejkernel.ops.utils.storage.serialize import to_data
@@ -172,9 +169,8 @@ class StepCheck:
             if self.in_process:
                 return compare_step(question)
             return _asked_elsewhere(question)
-        except (click.ClickException, EjkernelError) as error:
-            text = error.message if isinstance(error, click.ClickException) else str(error)
-            return Answer(skipped=next(iter(text.splitlines()), type(error).__name__))
+        except FAILS as error:
+            return Answer(skipped=first_line(error))
 
     def _winners(self) -> Iterable[Winner]:
         """Yield the calls with a configuration that won a search but no comparison of the step."""
@@ -248,9 +244,8 @@ def _won(entry: StoredEntry) -> bool:
 
 def _saved_seconds(entry: StoredEntry) -> float:
     """Return the seconds that a configuration saves in each call, compared with the heuristic."""
-    times = (entry.measured or {}).get("heuristic")
-    found = times.get("median_us") if isinstance(times, dict) else None
-    return found / 1e6 * (1 - 1 / entry.speedup) if isinstance(found, int | float) and entry.speedup else 0.0
+    found = entry.median_us("heuristic")
+    return found / 1e6 * (1 - 1 / entry.speedup) if found is not None and entry.speedup else 0.0
 
 
 def step_lines(checked: Checked | None) -> list[str]:

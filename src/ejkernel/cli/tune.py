@@ -29,7 +29,7 @@ from ejkernel.cli.saved import SavedCalls
 from ejkernel.cli.sources import Source, find, find_by, find_for_mesh, find_sendable
 from ejkernel.cli.step_check import SHARE, Checked, StepCheck, not_compared, settled, step_lines
 from ejkernel.ops.autotuner.compile.targets import Target
-from ejkernel.ops.autotuner.tasks.task import SharedCall
+from ejkernel.ops.autotuner.tasks.task import SharedCall, calls_in
 from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
 from ejkernel.ops.autotuner.trials.events import Event, SearchFinished, WorkerRestarted, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
@@ -38,7 +38,6 @@ from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy, StalePolicy, policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of, kernel_of
 from ejkernel.ops.errors import ArgumentError, ConfigError, EjkernelError, TuningError
 from ejkernel.ops.execution.offline import tune_together
@@ -145,7 +144,7 @@ def _find_and_tune(options: TuneOptions, source: Source, store: PersistentCache,
 
 def _list(options: TuneOptions, found: Found, chain: ConfigSelectorChain[Any, Any]) -> None:
     saved = SavedCalls(chain)
-    done = {inv.key for inv in _in_one(filter(saved.are_tuned, _sets(found)))}
+    done = {inv.key for inv in calls_in(filter(saved.are_tuned, _sets(found)))}
     tuned = [saved.in_words(inv, is_done=inv.key in done) for inv in found.calls]
     if options.as_json:
         progress = [chain.store.progress(inv.key) for inv in found.calls]
@@ -188,7 +187,7 @@ def _tune_found(
     result = settled(result, checked)
     if options.as_json or result.searches or not todo:
         _print_result(options, result, checked, found)
-    failed, tried = 0, _in_one(todo)
+    failed, tried = 0, calls_in(todo)
     if tried:
         outcome = TuneOutcome(
             calls=tried,
@@ -197,7 +196,7 @@ def _tune_found(
             place=store.path,
             seconds=seconds,
             budget=options.budget,
-            not_started=_in_one(todo[started_sets:]),
+            not_started=calls_in(todo[started_sets:]),
             how_to_import=store.how_to_import,
         )
         failed = outcome.failed
@@ -298,7 +297,7 @@ def _calls_to_tune(
     if options.time is not None:
         todo.sort(key=_weight, reverse=True)  # stable
     if done:
-        known = _in_one(done)
+        known = calls_in(done)
         console.print(f"{counted(len(known), 'call')} already tuned; --force tunes again.")
         _print(console, saved.doubts(known))
     return todo
@@ -370,10 +369,6 @@ def _sets(found: Found) -> list[Sequence[SharedCall]]:
     if found.sets:
         return list(found.sets)
     return [[SharedCall(inv=inv)] for inv in sorted(found.calls, key=lambda inv: inv.direction != "fwd")]
-
-
-def _in_one(sets: Iterable[Sequence[SharedCall]]) -> list[Invocation[Any, Any]]:
-    return [call.inv for calls in sets for call in calls]
 
 
 def _tune(
@@ -467,27 +462,18 @@ def _announcing_the_stop(console: Console) -> Iterator[None]:
     """
     # Not those that `nohup` ignores.
     others = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
-    before = {signal.SIGINT: signal.signal(signal.SIGINT, _Stop(console))}
+    first = "stopping with the best so far, which is saved; Ctrl-C again stops at once"
+    texts = itertools.chain([first], itertools.repeat("stopping at once, without the measurements of this search"))
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(OSError):  # after SIGHUP the terminal is gone
+            console.print(next(texts), highlight=False)
+        signal.default_int_handler(number, frame)
+
+    before = {signal.SIGINT: signal.signal(signal.SIGINT, stop)}
     before |= {each: signal.signal(each, lambda *_: signal.raise_signal(signal.SIGINT)) for each in others}
     try:
         yield
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-
-
-class _Stop:
-    """A handler of Ctrl-C, which the user may press twice."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._is_first = True
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        text = "stopping at once, without the measurements of this search"
-        if self._is_first:
-            text = "stopping with the best so far, which is saved; Ctrl-C again stops at once"
-        self._is_first = False
-        with contextlib.suppress(OSError):  # after SIGHUP the terminal is gone
-            self._console.print(text, highlight=False)
-        signal.default_int_handler(number, frame)

@@ -51,7 +51,6 @@ from ejkernel.compat.partitioning import on_one_device as on_one_device
 from ejkernel.compat.partitioning import over_explicit_axes as over_explicit_axes
 from ejkernel.compat.partitioning import spec_of as spec_of
 from ejkernel.compat.partitioning import stores_split_programs as stores_split_programs
-from ejkernel.compat.partitioning import summed as summed
 from ejkernel.compat.partitioning import uses_shardy as uses_shardy
 from ejkernel.compat.partitioning import whole as whole
 from ejkernel.compat.partitioning import wide_sum as wide_sum
@@ -75,7 +74,6 @@ from ejkernel.compat.programs import lowered_platform as lowered_platform
 from ejkernel.compat.programs import lowered_text as lowered_text
 from ejkernel.compat.programs import lowering as lowering
 from ejkernel.compat.programs import lowering_names as lowering_names
-from ejkernel.compat.programs import lowering_platforms as lowering_platforms
 from ejkernel.compat.programs import lowers_for_amd as lowers_for_amd
 from ejkernel.compat.programs import not_lowering as not_lowering
 from ejkernel.compat.programs import pointing_at_the_call as pointing_at_the_call

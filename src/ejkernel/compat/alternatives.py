@@ -20,7 +20,6 @@ from ejkernel.compat.programs import (
     lower_each_platform,
     lower_function,
     lowering,
-    lowering_platforms,
     register_lowering,
 )
 from ejkernel.compat.settings import jit_disabled, looks_for_nans
@@ -78,7 +77,7 @@ def _abstract_eval(*avals: Any, forms: Alternatives) -> Sequence[Any]:
 
 
 def _lower(ctx: Any, *values: Any, forms: Alternatives) -> Any:
-    platforms = lowering_platforms(ctx)
+    platforms = tuple(ctx.module_context.platforms)
     if len(platforms) > 1:
         return lower_each_platform(ctx, functools.partial(_lower, forms=forms), *values)
     with lowering(ctx):

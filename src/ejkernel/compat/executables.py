@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import tempfile
 import threading
@@ -138,6 +139,7 @@ def loaded(payload: bytes, *, inputs: int, outputs: int) -> Any:
     return deserialize_and_load(payload, in_tree, out_tree, execution_devices=devices)
 
 
+@functools.cache
 def load_mosaic_gpu_runtime() -> None:
     """Load the Mosaic GPU runtime into this process, as programs compiled in another process require."""
     import jax.experimental.pallas.mosaic_gpu as plgpu

@@ -48,11 +48,6 @@ def lacks_lowering(error: Exception) -> bool:
     return isinstance(error, ImportError) or "install jaxlib" in str(error)
 
 
-def lowering_platforms(ctx: Any) -> tuple[str, ...]:
-    """Return the target platforms of the program in a lowering rule's context."""
-    return tuple(ctx.module_context.platforms)
-
-
 Answers = dict[Callable[[], Any], Any]
 
 
@@ -90,9 +85,10 @@ def _entered(target: _Target) -> Iterator[None]:
 
 def lowering(ctx: Any) -> contextlib.AbstractContextManager[None]:
     """Make the target of the program under way available to the functions below."""
-    context = ctx.module_context.axis_context
+    module = ctx.module_context
+    context = module.axis_context
     span = None if jax.process_count() == 1 else span_of_context(context, _spreads(context))
-    return _entered(_Target(lowering_platforms(ctx), context, ctx.module_context.backend, span))
+    return _entered(_Target(tuple(module.platforms), context, module.backend, span))
 
 
 def not_lowering(answers: Answers | None = None) -> contextlib.AbstractContextManager[None]:
@@ -154,7 +150,7 @@ def lower_each_platform(ctx: Any, rule: Callable[..., Any], *values: Any) -> Any
         own = module.replace(platforms=(platform,), lowering_cache={}, cached_primitive_lowerings={})
         return lambda inner, *values: rule(inner.replace(module_context=own, platforms=None), *values)
 
-    rules = {platform: rule_for(platform) for platform in lowering_platforms(ctx)}
+    rules = {platform: rule_for(platform) for platform in module.platforms}
     return _mlir.lower_per_platform(ctx, str(ctx.primitive), rules, None, ctx.tokens_in.effects(), *values)
 
 

@@ -156,11 +156,6 @@ class Origin(NamedTuple):
     argument: int | None
     needs: frozenset[int]
 
-    @property
-    def is_constant(self) -> bool:
-        """Whether it depends on no argument."""
-        return not self.needs
-
 
 def origins(jaxpr: Any) -> list[Origin]:
     """Return the dependencies of each result of a closed jaxpr; a nested jaxpr depends on all of its arguments."""

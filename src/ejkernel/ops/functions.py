@@ -8,7 +8,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import numpy as np
 
@@ -39,40 +39,27 @@ Bucket = Callable[[Invocation[Any, Any]], tuple[Sequence[Any], Mapping[str, Any]
 Rule = ShardingRule | Callable[[Invocation[Any, Any]], ShardingRule | None]
 
 
+class _Options(TypedDict, total=False):
+    """The keyword arguments of `tune`."""
+
+    space: Space | None
+    bwd_space: Space | None
+    constraints: Constraints
+    reference: Callable[..., Any] | None
+    heuristic: Heuristic | None
+    bwd_heuristic: Heuristic | None
+    example_inputs: Examples | None
+    keeps_residuals: bool
+    bucket: Bucket | None
+    sharding_rule: Rule | None
+    name: str | None
+    version: str
+
+
 @overload
-def tune(
-    function: Callable[P, Out],
-    /,
-    *,
-    space: Space | None = None,
-    bwd_space: Space | None = None,
-    constraints: Constraints = (),
-    reference: Callable[..., Any] | None = None,
-    heuristic: Heuristic | None = None,
-    bwd_heuristic: Heuristic | None = None,
-    example_inputs: Examples | None = None,
-    keeps_residuals: bool = False,
-    bucket: Bucket | None = None,
-    sharding_rule: Rule | None = None,
-    name: str | None = None,
-    version: str = "0",
-) -> TunedFunction[P, Out]: ...
+def tune(function: Callable[P, Out], /, **options: Unpack[_Options]) -> TunedFunction[P, Out]: ...
 @overload
-def tune(
-    *,
-    space: Space | None = None,
-    bwd_space: Space | None = None,
-    constraints: Constraints = (),
-    reference: Callable[..., Any] | None = None,
-    heuristic: Heuristic | None = None,
-    bwd_heuristic: Heuristic | None = None,
-    example_inputs: Examples | None = None,
-    keeps_residuals: bool = False,
-    bucket: Bucket | None = None,
-    sharding_rule: Rule | None = None,
-    name: str | None = None,
-    version: str = "0",
-) -> Callable[[Callable[P, Out]], TunedFunction[P, Out]]: ...
+def tune(**options: Unpack[_Options]) -> Callable[[Callable[P, Out]], TunedFunction[P, Out]]: ...
 @frames_hidden
 def tune(
     function: Callable[..., Any] | None = None,

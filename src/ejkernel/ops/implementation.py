@@ -240,9 +240,27 @@ class Implementations(Mapping[str, Implementation[Any]]):
             raise ArgumentError(
                 f"implementation must be one of {self.names}; got {name!r}{did_you_mean(name, self, _CLOSE)}"
             )
-        if name not in self._loaded:
-            self._loaded[name] = _loaded(name, self._declared[name])
-        return self._loaded[name]
+        if name in self._loaded:
+            return self._loaded[name]
+        found: Any = self._declared[name]
+        if isinstance(found, LazyImplementation):
+            module, _, attribute = found.target.partition(":")
+            try:
+                found = getattr(importlib.import_module(module), attribute)()
+            # A missing dependency makes the implementation unsupported here.
+            except ImportError as error:
+                raise UnsupportedError(
+                    f"implementation={name!r} needs {module}, which cannot be imported: {error_text(error)}"
+                ) from error
+        if not isinstance(found, Implementation) or found.name != name:
+            raise KernelError(
+                f"implementations must map each name to the Implementation with that name, got {name!r}: {found!r}."
+            )
+        if not type(found).__module__.startswith("ejkernel."):
+            what = "method of an implementation"
+            warn_of_misspelt_hooks(type(found), (Implementation,), _HOOKS_OF_KERNELS, what=what)
+        self._loaded[name] = found
+        return found
 
     @property
     def names(self) -> str:
@@ -314,26 +332,6 @@ class Implementations(Mapping[str, Implementation[Any]]):
             f"{', '.join(unknown)}: not available with {where}implementation={name!r}"
             f"{f'; use {others[0]!r}' if others else ''}."
         )
-
-
-def _loaded(name: str, declared: Declared) -> Implementation[Any]:
-    found: Any = declared
-    if isinstance(declared, LazyImplementation):
-        module, _, attribute = declared.target.partition(":")
-        try:
-            found = getattr(importlib.import_module(module), attribute)()
-        # A missing dependency makes the implementation unsupported here.
-        except ImportError as error:
-            raise UnsupportedError(
-                f"implementation={name!r} needs {module}, which cannot be imported: {error_text(error)}"
-            ) from error
-    if not isinstance(found, Implementation) or found.name != name:
-        raise KernelError(
-            f"implementations must map each name to the Implementation with that name, got {name!r}: {found!r}."
-        )
-    if not type(found).__module__.startswith("ejkernel."):
-        warn_of_misspelt_hooks(type(found), (Implementation,), _HOOKS_OF_KERNELS, what="method of an implementation")
-    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from tests.ops.sample_kernels import told_apart
 from ejkernel.ops import AutotunePolicy, ConfigSpace, Invocation, Kernel
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.measure.measurement import Measurement
-from ejkernel.ops.autotuner.process.watch import Cancellation, Unwatched
+from ejkernel.ops.autotuner.process.watch import Cancellation, Watch
 from ejkernel.ops.autotuner.tasks.run import TuningRun
 from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.outcome import Outcome
@@ -181,7 +181,7 @@ class Requested(Cancellation):
         return self._stop()
 
 
-class Abandoned(Unwatched):
+class Abandoned(Watch):
     def is_abandoned(self):
         return True
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import zipfile
 
 import jax
 import numpy as np
 import pytest
 
-from ejkernel.ops.config.entries import ShippedConfigs, sister_of
+from ejkernel.ops.config.entries import shipped_config, sister_of
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
@@ -59,7 +60,7 @@ def chain_with(tmp_path, monkeypatch, inv):
         folder = tmp_path / "shipped"
         key = inv.key._replace(device=device)
         PersistentCache(folder, clock=lambda: NOON).put(key, Tile(rows), call=inv.description)
-        monkeypatch.setattr(request, "shipped_configs", lambda: ShippedConfigs(folder))
+        monkeypatch.setattr(request, "shipped_config", functools.partial(shipped_config, folder=folder))
         return ConfigSelectorChain(persistent=PersistentCache(tmp_path / "own", **options))
 
     return make
@@ -138,19 +139,19 @@ def test_the_package_may_be_in_an_archive(tmp_path):
     with zipfile.ZipFile(tmp_path / "package.zip", "w") as archive:
         for file in (tmp_path / "configs").rglob("*.json"):
             archive.write(file, file.relative_to(tmp_path / "configs"))
-    shipped = ShippedConfigs(zipfile.Path(tmp_path / "package.zip"))
-    assert shipped.find(KEY, Tile).config == Tile(8)
-    assert shipped.find(KEY._replace(call="fedcba9876543210"), Tile) is None
+    folder = zipfile.Path(tmp_path / "package.zip")
+    assert shipped_config(KEY, Tile, folder).config == Tile(8)
+    assert shipped_config(KEY._replace(call="fedcba9876543210"), Tile, folder) is None
 
 
 def test_a_package_without_entries_is_fine(tmp_path):
-    assert ShippedConfigs(tmp_path / "nowhere").find(KEY, Tile) is None
+    assert shipped_config(KEY, Tile, tmp_path / "nowhere") is None
 
 
 def test_an_entry_that_cannot_be_decoded_is_a_warning_and_a_miss(tmp_path):
     PersistentCache(tmp_path).put(KEY, {"columns": 8})
     with pytest.warns(CacheWarning, match="cannot be decoded"):
-        assert ShippedConfigs(tmp_path).find(KEY, Tile) is None
+        assert shipped_config(KEY, Tile, tmp_path) is None
 
 
 @pytest.mark.parametrize("device", [H100, "gpu:nvidia_h100_nvl", "gpu:nvidia_gh200_480gb", "gpu:nvidia_h800"])

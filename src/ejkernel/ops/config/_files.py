@@ -18,15 +18,12 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, ClassVar, Final, Generic, NamedTuple, ParamSpec, TypeGuard, TypeVar, cast
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeGuard, TypeVar, cast
 
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError, EjkernelError, SerializationError
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, stable_json
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 ENTRY: Final = ".json"  # suffix of an entry's file; no other file beside it has this suffix
 _KEY: Final = frozenset(ConfigKey._fields)
@@ -61,17 +58,13 @@ class ClosedFolderError(UnusableError):
         )
 
 
-def or_unusable(read: Callable[P, T]) -> Callable[P, T]:
-    """Make a function raise `UnusableError` instead of `SerializationError`."""
-
-    @functools.wraps(read)
-    def reading(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return read(*args, **kwargs)
-        except SerializationError as error:
-            raise UnusableError(str(error)) from error
-
-    return reading
+@contextlib.contextmanager
+def or_unusable() -> Iterator[None]:
+    """Raise `UnusableError` instead of `SerializationError`; also a decorator."""
+    try:
+        yield
+    except SerializationError as error:
+        raise UnusableError(str(error)) from error
 
 
 class Place(NamedTuple):
@@ -139,7 +132,7 @@ class CallFiles(Generic[RecordT]):
         """Return all files, sorted by device, operation and call."""
         return [] if os.path.islink(self.folder) else list(files(self.folder, ENTRY))
 
-    @or_unusable
+    @or_unusable()
     def read(self, file: Path) -> RecordT | None:
         """Return the record of a file; `None` if it is gone.
 

@@ -51,7 +51,7 @@ class ConfigCache(Copied, Shown):
         self._entries: dict[Hashable, Resolution[Any]] = {}
         # Bounded, because new static values keep adding these, and the next call repeats its lookup anyway.
         self._provisional: Bounded[Resolution[Any]] = Bounded(MOST_RECORDS)
-        self._answered_provisionally: set[Hashable] = set()  # operations, see `_family`
+        self._answered_provisionally: set[Hashable] = set()  # operations
         self._lock = threading.Lock()
         # Weak references: a cache may outlive the executors that listen to it.
         self._listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
@@ -71,17 +71,20 @@ class ConfigCache(Copied, Shown):
 
     def remember(self, key: Hashable, config: object, source: str) -> None:
         """Store a configuration and the tier that found it."""
-        entry = Resolution(config, source, key if isinstance(key, ConfigKey) else None)
+        own = key if isinstance(key, ConfigKey) else None
+        entry = Resolution(config, source, own)
+        # The operation: a backward call falls back to the entry of its forward call, so a new entry may change both.
+        family = own.op.partition("@")[0].partition(".")[0] if own else key
         with self._lock:
             before = self._entries.pop(key, None) or self._provisional.pop(key, None)
             if entry.tier.is_provisional:
                 # Only measured configurations invalidate earlier answers.
                 self._provisional.keep(key, entry)
-                self._answered_provisionally.add(_family(key))
+                self._answered_provisionally.add(family)
                 return
             self._entries[key] = entry
         # This entry replaces provisional answers, also those of calls that look up this entry.
-        provisional = before.tier.is_provisional if before else _family(key) in self._answered_provisionally
+        provisional = before.tier.is_provisional if before else family in self._answered_provisionally
         if provisional or (before is not None and not same_config(before.config, config)):
             self._changed()
 
@@ -130,12 +133,6 @@ class ConfigCache(Copied, Shown):
         for _, listener in alive:
             if listener is not None:
                 listener()
-
-
-def _family(key: Hashable) -> Hashable:
-    """Return the operation of a key, the same for a forward call and all its derived calls."""
-    # A backward call falls back to the entry of its forward call, so a new entry may change both.
-    return key.op.partition("@")[0].partition(".")[0] if isinstance(key, ConfigKey) else key
 
 
 def same_config(left: object, right: object) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 import re
 from collections.abc import Iterator, Mapping
 from importlib import resources
@@ -86,6 +85,12 @@ class StoredEntry:
             found = decided if is_own and isinstance(decided, float) and decided > 0 else found
         return found if isinstance(found, float) else None
 
+    def median_us(self, name: str) -> float | None:
+        """Return the median time of the `winner` or the `heuristic`; `None` if the entry has no such figure."""
+        times = (self.measured or {}).get(name)
+        found = times.get("median_us") if isinstance(times, dict) else None
+        return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
+
     @property
     def time(self) -> str:
         """The time of writing, e.g. `2026-01-31 12:00`; `-` if the entry has none."""
@@ -141,7 +146,7 @@ def text_of(entry: StoredEntry) -> str:
     return text
 
 
-@or_unusable
+@or_unusable()
 def entry_of(data: dict[str, Any], path: Path | None = None) -> StoredEntry:
     """Return the entry of a parsed JSON object with the right schema.
 
@@ -237,7 +242,7 @@ def saved_in(persistent: Any, key: ConfigKey, cfg_type: object) -> Iterator[tupl
         yield config, None
 
 
-@or_unusable
+@or_unusable()
 def parsed(raw: bytes, path: Path | None) -> StoredEntry:
     """Return the entry of a file's content.
 
@@ -289,34 +294,26 @@ class Shipped(NamedTuple):
         return f"measured on {known.get('device')} with {versions}{together}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShippedConfigs:
-    """The configurations in a folder of the package, with the layout of a `PersistentCache`."""
+_SHIPPED: Final = resources.files("ejkernel") / "data" / "configs"  # with the layout of a `PersistentCache`
 
-    folder: Traversable
 
-    def find(self, key: ConfigKey, cfg_type: object) -> Shipped | None:
-        """Return the shipped configuration for the exact device of a key; warn about an unusable entry.
+def shipped_config(key: ConfigKey, cfg_type: object, folder: Traversable = _SHIPPED) -> Shipped | None:
+    """Return the shipped configuration for the exact device of a key; warn about an unusable entry.
 
-        Args:
-            key: The key of the call.
-            cfg_type: The configuration type; see `PersistentCache.get`.
-        """
-        try:
-            entry = entry_in(self.folder, key, follow_links=True)  # some installers link files
-            return None if entry is None else Shipped(decoded(entry, cfg_type), entry)
-        except UnusableError as error:
-            warn_of(f"{key.call} of {self.folder}", error)
-            return None
+    Args:
+        key: The key of the call.
+        cfg_type: The configuration type; see `PersistentCache.get`.
+        folder: The folder of the package.
+    """
+    try:
+        entry = entry_in(folder, key, follow_links=True)  # some installers link files
+        return None if entry is None else Shipped(decoded(entry, cfg_type), entry)
+    except UnusableError as error:
+        warn_of(f"{key.call} of {folder}", error)
+        return None
 
 
 def sister_of(device: str) -> str | None:
     """Return the measured device with the same chip as `device`, or `None`; only clocks, memory and host may differ."""
     found = next((measured for pattern, measured in _SISTERS if pattern.match(device)), None)
     return None if found == device else found
-
-
-@functools.cache
-def shipped_configs() -> ShippedConfigs:
-    """Return the configurations that this package ships."""
-    return ShippedConfigs(resources.files("ejkernel") / "data" / "configs")

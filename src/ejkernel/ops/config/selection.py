@@ -303,9 +303,8 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         if request.policy.stale != StalePolicy():
             yield tiers.STALE, partial(request.saved, tiers.STALE, "retune")
         yield tiers.SISTER, partial(request.shipped, tiers.SISTER)
-        forward = request.inv.forward
-        if forward is not None:
-            yield tiers.FORWARD, partial(self._from_forward, request, forward)
+        if request.inv.direction != "fwd":
+            yield tiers.FORWARD, partial(self._from_forward, request)
         if request.inv.platform == "tpu":  # only TPUs have tables and a simulator
             yield tiers.PUBLISHED, request.published
             yield tiers.ESTIMATED, request.estimated
@@ -338,9 +337,10 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
             warn(text, TuningWarning)
         return note
 
-    def _from_forward(self, request: Request, forward: Invocation[Any, Any]) -> Answer:
+    def _from_forward(self, request: Request) -> Answer:
         if request.inv.direction == "bwd" and has_backward_heuristic(request.kernel, request.inv.platform):
             return "the kernel has a heuristic for the backward call"
+        forward: Any = request.inv.forward
         # Dry: a forward call that does not run is neither tuned nor recorded as a miss.
         for consulted in self._consult(self._request(forward, request.kernel, dry=True, looks=request.looks)):
             found = consulted.resolution

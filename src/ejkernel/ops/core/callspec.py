@@ -8,7 +8,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from ejkernel.ops.errors import CallError, KernelError
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.messages.names import BUDGETS, misfit, raise_if_misfit
 from ejkernel.ops.utils.validation import is_call
-from ejkernel.ops.utils.values.identity import Held, Strong, by_is, held_weakly, identity, identity_of_node
+from ejkernel.ops.utils.values.identity import Held, Strong, by_is, identity, identity_of_node
 from ejkernel.ops.utils.values.scalars import Takes, python_numbers, resolved_annotations, takes_of
 from ejkernel.ops.utils.values.signature import as_array, is_array, wraps_array
 
@@ -103,9 +103,7 @@ class CallSpec:
     def weak(self) -> CallSpec:
         """Return an equal value for long-lived caches: it keeps neither the kernel nor the user's objects alive."""
         # A set stays strong: it is our copy, without other references.
-        held = [
-            held_weakly(hold()) if isinstance(hold, Strong) and type(hold()) is not set else hold for hold in self.held
-        ]
+        held = [by_is(hold()) if isinstance(hold, Strong) and type(hold()) is not set else hold for hold in self.held]
         return dataclasses.replace(self, held=tuple(held))
 
     def join(self, arrays: Sequence[object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -161,8 +159,12 @@ def with_python_numbers(
         args, kwargs: The arguments.
         are_prepared: Whether they come from `prepare`.
     """
+    # Most calls have none; then nothing has to resolve the annotations of the signature.
+    if all(getattr(leaf, "ndim", None) != 0 for leaf in jax.tree.leaves((args, kwargs))):
+        return args, kwargs
     signature = _signature(kernel)
-    parameters = signature.prepared if are_prepared else signature.given
+    signature.takes = signature.takes or _parameters_taken(kernel, signature)
+    parameters = signature.takes[are_prepared]
     found = [python_numbers(value, takes) for value, takes in zip(args, parameters.positional, strict=False)]
     if any(new is not old for new, old in zip(found, args, strict=False)):
         args = (*found, *args[len(found) :])
@@ -184,18 +186,19 @@ class _Parameters:
     others: Takes | None = None  # for **kwargs; `None` if the function has none
 
 
-class _Signature(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class _Signature:
     """The signature of a kernel.
 
     Attributes:
-        run: Of `run`, or of one of its forms, with `cfg` by keyword only; `None` if the class has no such function.
-        given: The parameters of a call.
-        prepared: The parameters of `run`, after `prepare`.
+        form: The name of its `run`, or of one of the platform forms.
+        run: The signature of the form, with `cfg` by keyword only; `None` if the class has no such function.
+        takes: The parameters of a call, and those of `run` after `prepare`; `None` until they are needed.
     """
 
+    form: str
     run: inspect.Signature | None
-    given: _Parameters
-    prepared: _Parameters
+    takes: tuple[_Parameters, _Parameters] | None = None
 
 
 _signatures: weakref.WeakKeyDictionary[type, dict[str, _Signature]] = weakref.WeakKeyDictionary()
@@ -203,28 +206,14 @@ _signatures: weakref.WeakKeyDictionary[type, dict[str, _Signature]] = weakref.We
 
 def _signature(kernel: Computation[Any, Any]) -> _Signature:
     """Return the signature of a kernel, cached by class: inspecting it takes longer than an eager call."""
-    known = _signatures.setdefault(type(kernel), {})
+    cls, known = type(kernel), _signatures.setdefault(type(kernel), {})
     form = "run" if overrides(kernel, "run") else next(iter(run_forms(kernel)), None)
     if form is None:
-        raise KernelError(f"{type(kernel).__name__} has no run; define run(self, ..., *, cfg) or run_<platform>.")
-    if form not in known:
-        known[form] = _inspected(kernel, form)
+        raise KernelError(f"{cls.__name__} has no run; define run(self, ..., *, cfg) or run_<platform>.")
+    if form not in known:  # a form may be set on the instance: positions then stay as given
+        run = None if getattr(cls, form, None) is None else _with_cfg_by_keyword(cls, form)
+        known[form] = _Signature(form, run)
     return known[form]
-
-
-def _inspected(kernel: Computation[Any, Any], form: str) -> _Signature:
-    cls = type(kernel)
-    if getattr(cls, form, None) is None:  # set on the instance: positions stay as given
-        return _Signature(None, _Parameters(), _Parameters())
-    signature = _with_cfg_by_keyword(cls, form)
-    # For a kernel made by `tune`, the function has the annotations; its generated `run` has none.
-    run = _parameters(signature, vars(kernel).get("__wrapped__") or getattr(kernel, form), kernel.choices)
-    if not overrides(kernel, "prepare"):
-        return _Signature(signature, run, run)
-    own = _parameters(inspect.signature(cls.prepare), kernel.prepare, kernel.choices)
-    # If `prepare` takes *args and **kwargs, the parameters of `run` apply.
-    given = _Parameters(own.positional or run.positional, {**run.named, **own.named}, own.others or run.others)
-    return _Signature(signature, given, run)
 
 
 def _with_cfg_by_keyword(cls: type, name: str) -> inspect.Signature:
@@ -238,6 +227,20 @@ def _with_cfg_by_keyword(cls: type, name: str) -> inspect.Signature:
     # The library always passes cfg by name, so a plain last parameter is as good as a keyword-only parameter.
     parameters[at : at + 1] = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters[at : at + 1]]
     return signature.replace(parameters=parameters)
+
+
+def _parameters_taken(kernel: Computation[Any, Any], signature: _Signature) -> tuple[_Parameters, _Parameters]:
+    if signature.run is None:
+        return _Parameters(), _Parameters()
+    # For a kernel made by `tune`, the function has the annotations; its generated `run` has none.
+    function = vars(kernel).get("__wrapped__") or getattr(kernel, signature.form)
+    run = _parameters(signature.run, function, kernel.choices)
+    if not overrides(kernel, "prepare"):
+        return run, run
+    own = _parameters(inspect.signature(type(kernel).prepare), kernel.prepare, kernel.choices)
+    # If `prepare` takes *args and **kwargs, the parameters of `run` apply.
+    given = _Parameters(own.positional or run.positional, {**run.named, **own.named}, own.others or run.others)
+    return given, run
 
 
 def _parameters(signature: inspect.Signature, function: Any, choices: frozenset[str]) -> _Parameters:

@@ -34,6 +34,7 @@ _FORMS = {
     "cpu": ("cpu", "xla"),
 }
 PLATFORMS = tuple(_FORMS)
+_RUN_FORMS = tuple(sorted({f"run_{form}" for forms in _FORMS.values() for form in forms}))
 _MISSPELT = 0.9  # similarity of a method's name to that of a hook from which it is probably misspelt
 _USUAL_NAMES = {  # names of other libraries and of `Implementation`, and the hooks of kernels that they mean
     **dict.fromkeys(("heuristic", "heuristics", "default_config", "default_cfg"), ("heuristic_cfg",)),
@@ -347,8 +348,7 @@ def _no_run(kernel: Computation[Cfg, Out], kind: str) -> Exception:
 
 def run_forms(kernel: Computation[Cfg, Out]) -> list[str]:
     """Return the names of the platform forms of `run` that the kernel has, sorted."""
-    known = sorted({form for forms in _FORMS.values() for form in forms})
-    return [f"run_{form}" for form in known if overrides(kernel, f"run_{form}")]
+    return [form for form in _RUN_FORMS if overrides(kernel, form)]
 
 
 def platform_to_trace_for(kernel: Computation[Cfg, Out], default: str) -> str:
@@ -422,20 +422,17 @@ _CHECKS = {"heuristic_cfg": _heuristic_config, "config_space": _candidates, "can
 
 def same_code(left: Computation[Cfg, Out], right: Computation[Cfg, Out]) -> bool:
     """Return whether two kernels run the same code; their attributes may differ."""
-    mine, other = _functions_of(left), _functions_of(right)
-    if len(mine) != len(other):
-        return False
+    names = (*_RUN_FORMS, "run", "custom_vjp", "fwd_with_residuals", "vjp")
+    mine, other = (
+        [getattr(type(kernel), name, None) for name in names] + [vars(kernel).get("__wrapped__")]
+        for kernel in (left, right)
+    )
     return all(a is b or _code(a) == _code(b) for a, b in zip(mine, other, strict=True))
 
 
-def _functions_of(kernel: Computation[Cfg, Out]) -> list[Any]:
-    names = [*run_forms(kernel), "run", "custom_vjp", "fwd_with_residuals", "vjp"]
-    functions = [getattr(type(kernel), name, None) for name in names] + [vars(kernel).get("__wrapped__")]
-    return [getattr(function, "__code__", None) for function in functions]
-
-
-def _code(code: object) -> Any:
-    """Return a function's bytecode, names and constants, without file names and line numbers."""
+def _code(function: object) -> Any:
+    """Return the bytecode, names and constants of a function or code, without file names and line numbers."""
+    code = getattr(function, "__code__", function)
     if not isinstance(code, types.CodeType):
         return None
     # As text, because 1, 1.0 and True compare equal.

@@ -249,7 +249,7 @@ class Invocation(Generic[Cfg, Out]):
         args, kwargs, defaults = self._canonical()
         kernel: Any = self.kernel
         fields = dataclasses.fields(kernel) if dataclasses.is_dataclass(kernel) else ()
-        optional = {
+        optional: dict[str, Any] = {
             "defaults": defaults if any(defaults.values()) else None,
             "kernel": {field.name: describe_static(getattr(kernel, field.name)) for field in fields},
             "method": self.method,
@@ -257,8 +257,15 @@ class Invocation(Generic[Cfg, Out]):
             "x64": self.x64,
             "prng": self.prng if self.prng != DEFAULT_PRNG else None,
             "promotion": self.promotion if self.promotion != DEFAULT_PROMOTION else None,
-            **self._transformations(),
         }
+        if self._node is not None:
+            wiring = self._node.wiring
+            optional["steps"] = [_step(*step) for step in self._node.steps]
+            optional["wiring"] = wiring if any(wiring) else None
+        else:
+            axes = self.batch_axes or ()
+            levels = zip(reversed(axes), reversed(self.batch_sizes or (None,) * len(axes)), strict=True)
+            optional["steps"] = [["vmap", size, list(level)] for level, size in levels]
         described = {
             "op": self.op_id_v,
             "args": self._described(tuple(args)),
@@ -293,15 +300,6 @@ class Invocation(Generic[Cfg, Out]):
         except UnstableKeyError as error:
             culprit = name or next((f"argument {i}" for i, item in enumerate(value) if not _is_stable(item)), "")
             raise UnstableKeyError(f"{self.op_id}: {culprit}: {error}") from error
-
-    def _transformations(self) -> dict[str, Any]:
-        """Return the steps from the kernel's forward to this call, and their wiring; see `Node`."""
-        if self._node is not None:
-            wiring = self._node.wiring()
-            return {"steps": [_step(*step) for step in self._node.steps()], "wiring": wiring if any(wiring) else None}
-        axes = self.batch_axes or ()
-        levels = zip(reversed(axes), reversed(self.batch_sizes or (None,) * len(axes)), strict=True)
-        return {"steps": [["vmap", size, list(level)] for level, size in levels]}
 
     @functools.cached_property
     def call_key(self) -> str:
@@ -361,7 +359,7 @@ def _levels(batch_axes: Any) -> tuple[tuple[int | None, ...], ...]:
 def invocation_of(node: Node, avals: Sequence[HasType], *, platform: str, override: Any = None) -> Invocation[Any, Any]:
     """Return the invocation of `node` on arrays of types `avals`, under the current settings."""
     axes, sizes, example = [], [], list(avals[node.lead : node.lead + node.spec.num_arrays])
-    for step in reversed(node.steps()):
+    for step in reversed(node.steps):
         if step[0] == "vmap":
             axes.append(tuple(step[2]))
             sizes.append(step[1])

@@ -23,10 +23,10 @@ from ejkernel.ops.core.invocation import Invocation, config_for_types
 from ejkernel.ops.core.sharding.lowering import Extent, SplitCall, explicit_split, lower_split
 from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differentiate, innermost
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, Vmapped
-from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, zero_tangent
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.errors import ArgumentError, EjkernelError, GradientError, KernelError
 from ejkernel.ops.utils.fingerprint import default_device, platform_of
-from ejkernel.ops.utils.values.identity import Held, Strong, held_weakly
+from ejkernel.ops.utils.values.identity import Strong, by_is
 from ejkernel.ops.utils.values.signature import HasType, abstract_tree, is_inexact
 from ejkernel.ops.utils.weak_caches import Bounded, PerObject
 
@@ -86,7 +86,7 @@ class Call:
     """The primitive's parameter: a call without its arrays.
 
     Attributes:
-        held: A function that returns the executor.
+        host: A function that returns the executor.
         node: The computation.
         linear: The number of trailing arguments in which the call is linear.
         override: The caller's `cfg=`, for the call and its gradients.
@@ -94,7 +94,7 @@ class Call:
         extent: Whether the arrays are whole arrays or shards, in a program for several devices.
     """
 
-    held: Held
+    host: Callable[[], Host]
     node: Node
     linear: int = 0
     override: Override | None = None
@@ -104,14 +104,9 @@ class Call:
     def __hash__(self) -> int:
         known: int | None = self.__dict__.get("_hash")  # JAX hashes a call at every lookup in its caches
         if known is None:
-            parts = (self.held, self.node, self.linear, self.override, self.settings, self.extent)
+            parts = (self.host, self.node, self.linear, self.override, self.settings, self.extent)
             known = self.__dict__["_hash"] = hash(parts)
         return known
-
-    @property
-    def host(self) -> Host:
-        """The executor."""
-        return cast(Host, self.held())
 
     @functools.cached_property
     def weak(self) -> Call:
@@ -121,8 +116,8 @@ class Call:
         Traces for programs use strong references: otherwise a kernel that `run` creates would be collected before its
         trace is lowered.
         """
-        held = held_weakly(self.held()) if isinstance(self.held, Strong) else self.held
-        return dataclasses.replace(self, held=held, node=self.node.with_spec(self.node.spec.weak()))
+        host = by_is(self.host()) if isinstance(self.host, Strong) else self.host
+        return dataclasses.replace(self, host=host, node=self.node.with_spec(self.node.spec.weak()))
 
 
 @dataclasses.dataclass(slots=True)
@@ -209,7 +204,7 @@ def _traced_as_it_is(call: Call, avals: Sequence[HasType]) -> Types:
         inv: Invocation[Any, Any] = Invocation(
             kernel=spec.kernel, args=args, kwargs=kwargs, method=spec.method, override_cfg=insisted
         )
-        types.config, types.platform = config_for_types(inv, platform, call.host.choose_for_types)
+        types.config, types.platform = config_for_types(inv, platform, call.host().choose_for_types)
         return types.config, types.platform
 
     def as_call(node: Node) -> Callable[..., Any]:
@@ -248,7 +243,7 @@ def _impl(*arrays: jax.Array, call: Call) -> Sequence[Any]:
         return _compute(call, platform_of(arrays), *arrays)
     # Calls under an eager `vmap` or gradient come here. When an earlier configuration no longer applies, the
     # generation changes, and the program compiled for the old generation is dropped.
-    compiled, weak, generation = _eager.of(call.node.spec.kernel), call.weak, call.host.generation
+    compiled, weak, generation = _eager.of(call.node.spec.kernel), call.weak, call.host().generation
     found = compiled.get(weak)
     if found is None or found[0] != generation:
         # JAX keeps the trace as long as the function, so the function must not keep the kernel alive.
@@ -259,11 +254,11 @@ def _impl(*arrays: jax.Array, call: Call) -> Sequence[Any]:
 
 def _compute(call: Call, platform: str, *arrays: jax.Array) -> Sequence[Any]:
     avals = [jax.typeof(array) for array in arrays]
-    return call.host.body_of(call, platform, avals, None).compute(*arrays)
+    return call.host().body_of(call, platform, avals, None).compute(*arrays)
 
 
 def _lower(ctx: Any, *values: Any, call: Call) -> Any:
-    platforms = compat.lowering_platforms(ctx)
+    platforms = ctx.module_context.platforms
     if len(platforms) > 1:
         return compat.lower_each_platform(ctx, functools.partial(_lower, call=call), *values)
     # A program may be lowered outside the `with` block, or on another thread, than its trace.
@@ -274,7 +269,7 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
         is_explicit = call.extent is Extent.WHOLE and compat.explicit_mesh(ctx.avals_in) is not None
         if not is_explicit and not compat.is_partitioned():
             return _lower_here(ctx, *values, call=call, platform=platforms[0])
-        digest = functools.partial(call.host.digest_of, call, platforms[0], ctx.avals_in)
+        digest = functools.partial(call.host().digest_of, call, platforms[0], ctx.avals_in)
         splitting = SplitCall(call.node, call.extent, functools.partial(_bind_shard, call), digest)
         gathered = is_explicit and types_of(call, ctx.avals_in).gathered
         out = lower_split(ctx, values, splitting, gathered=gathered)
@@ -289,7 +284,7 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
 def _lower_here(ctx: Any, *values: Any, call: Call, platform: str) -> Any:
     # Equal calls of a program come here once: JAX caches the lowering of the first call. With this cache a single call
     # lowers 4 % slower, and 24 equal calls take as long as plain JAX's, instead of 2.6 times as long.
-    body = call.host.body_of(call, platform, ctx.avals_in, ctx.avals_out)
+    body = call.host().body_of(call, platform, ctx.avals_in, ctx.avals_out)
     if body.jaxpr is None:
         return _lower_computed(ctx, body, call, *values)
     out = compat.lower_jaxpr(ctx, body.jaxpr, body.scope, *values)
@@ -396,7 +391,7 @@ def _differentiate_inline(
 ) -> tuple[Any, Any]:
     """Differentiate the call inline, without the primitive: a second forward would repeat its effects."""
     given = iter(tangents)
-    all_tangents = [next(given) if has else zero_tangent(p) for p, has in zip(primals, wrt, strict=True)]
+    all_tangents = [next(given) if has else compat.zeros_of_tangent(p) for p, has in zip(primals, wrt, strict=True)]
     # The platform is known inside a kernel being lowered; elsewhere, assume the default platform.
     platform = compat.lowered_platform() or default_device().platform
     with call.settings.entered():

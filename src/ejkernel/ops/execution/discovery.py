@@ -119,7 +119,7 @@ def _with_inner_calls(
     yield own
     try:
         with call.settings.entered(), compat.on_one_device(), looking_only():
-            body = call.host.body_of(call, operation.platform, avals, None)
+            body = call.host().body_of(call, operation.platform, avals, None)
             inner = compat.calls_of(call_p, body.compute, avals)
     except NameError as error:  # it uses collectives over axes of a mesh outside its program
         logger.debug("%s: the calls inside its kernel are unknown: %s", own.op_id, error_text(error))
@@ -298,7 +298,7 @@ class _Counter:
             return {}
         try:
             with compat.on_one_device(), looking_only():
-                body = call.host.body_of(call, self._platform, avals, None)
+                body = call.host().body_of(call, self._platform, avals, None)
                 jaxpr = jax.make_jaxpr(body.compute)(*(jax.ShapeDtypeStruct(like.shape, like.dtype) for like in avals))
         except Exception as error:  # noqa: BLE001 - the program was lowered, in a context that the rule may need
             logger.debug("%s: the calls inside are not counted: %s", inv.op_id, error_text(error))

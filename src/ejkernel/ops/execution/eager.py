@@ -31,6 +31,7 @@ from ejkernel.ops.utils.weak_caches import Bounded, PerObject
 Plan = Callable[..., Any]
 
 _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.Ref)
+_NOT_STATIC = (*_ARRAY_TYPES, type(None))
 # Equal values of these types are interchangeable, except for some floats: see `_is_exception`.
 _BY_EQUALITY = frozenset({bool, int, float, str, bytes, type(None)})
 _ARRAY_KINDS = frozenset({compat.ArrayImpl, np.ndarray})
@@ -63,8 +64,8 @@ class Plans:
 
     def __init__(self, bind: Bind) -> None:
         self.tables: PerObject[Bounded[Plan]] = PerObject(Bounded)
-        # A weak reference, because the executor owns the plans.
-        self._bind = weakref.WeakMethod(bind)
+        # A weak reference, because the executor owns the plans. The caller of a plan keeps executor and kernel alive.
+        self._bind: Callable[[], Any] = weakref.WeakMethod(bind)
 
     def run(
         self,
@@ -82,7 +83,10 @@ class Plans:
         """
         # Get the table before the call: configurations may change during it, and this plan is too old for a new table.
         table = self.tables.of(kernel)
-        key, arrays = _scanned(args, kwargs, override)
+        parts: list[Hashable] = [_SCANNED, override]
+        arrays: list[Any] = []  # in the order of `jax.tree.flatten`
+        _scan((args, kwargs), parts, arrays)
+        key = tuple(parts)
         plan = table.get(key)
         if plan is not None:
             return plan(args, kwargs, arrays)
@@ -108,24 +112,25 @@ class Plans:
         if override is None and any(map(_is_exception, values)):
             # `jit` does not cache a trace that raised, so each such call would trace again. Scan all calls of these
             # types instead.
-            table[types] = _RedirectToScan(self, weakref.ref(kernel))
-        plan = _ScannedPlan(self._bind, weakref.ref(kernel), cfg)
+            table[types] = _redirect_to_scan(self, weakref.ref(kernel))
+        plan = _scanned_plan(self._bind, weakref.ref(kernel), cfg)
         out = plan(args, kwargs, arrays)
         table.keep(key, plan)
         return out
 
     def _typed_plan(self, kernel: Kernel[Cfg, Out], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Plan:
-        bind, owner = self._bind, weakref.ref(kernel)
+        bind = self._bind
+        owner: Callable[[], Any] = weakref.ref(kernel)
 
         def run(*args: object, **kwargs: object) -> Any:
             if any(map(_is_exception, (*args, *kwargs.values()))):
                 raise NotByEquality
-            return _alive(bind)(_alive(owner), args, kwargs, None, weakly=True)
+            return bind()(owner(), args, kwargs, None, weakly=True)
 
         # `jit` compares shapes in C++. With a key of abstract values, built in Python, calls took 1.1 to 1.5 times as
-        # long.
-        positions = [index for index, value in enumerate(args) if is_static(value)]
-        names = [name for name, value in kwargs.items() if is_static(value)]
+        # long. All types here are telling.
+        positions = [index for index, value in enumerate(args) if not isinstance(value, _NOT_STATIC)]
+        names = [name for name, value in kwargs.items() if not isinstance(value, _NOT_STATIC)]
         plan: Plan = jax.jit(run, static_argnums=positions, static_argnames=names)
         return plan
 
@@ -141,61 +146,42 @@ def _is_a_type(kernel: Kernel[Cfg, Out], array: jax.ShapeDtypeStruct) -> Argumen
     )
 
 
-class _RedirectToScan:
-    """Replaces a typed plan if a value must not be compared by `==`; it sends such calls to the scan."""
-
-    def __init__(self, plans: Plans, kernel: weakref.ref[Any]) -> None:
-        self._plans, self._kernel = weakref.ref(plans), kernel
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        return _alive(self._plans).run(_alive(self._kernel), args, kwargs, None, None)
+def _redirect_to_scan(plans: Plans, kernel: weakref.ref[Any]) -> Plan:
+    """Return what replaces a typed plan if a value must not be compared by `==`; it sends such calls to the scan."""
+    owner: Callable[[], Any] = weakref.ref(plans)
+    return lambda *args, **kwargs: owner().run(kernel(), args, kwargs, None, None)
 
 
-class _ScannedPlan:
-    """A compiled function of a call's arrays; other values are read from the call during tracing."""
+def _scanned_plan(bind: Callable[[], Any], kernel: weakref.ref[Any], cfg: object) -> Plan:
+    """Return a compiled function of a call's arrays; other values are read from the call during tracing."""
+    # Thread-local: two threads may run the same plan, and static values come from the call that is being traced.
+    current = threading.local()
 
-    def __init__(self, bind: Callable[[], Any], kernel: weakref.ref[Any], cfg: object) -> None:
-        # Thread-local: two threads may run the same plan, and static values come from the call that is being traced.
-        current = self._current = threading.local()
+    def run(*arrays: jax.Array) -> Any:
+        leaves, tree = jax.tree.flatten(current.call, is_leaf=wraps_array)
+        given = iter(arrays)
+        filled = [next(given) if _is_given(leaf) else leaf for leaf in leaves]
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        return bind()(kernel(), args, kwargs, cfg, weakly=True)
 
-        def run(*arrays: jax.Array) -> Any:
-            leaves, tree = jax.tree.flatten(current.call, is_leaf=wraps_array)
-            given = iter(arrays)
-            filled = [next(given) if _is_given(leaf) else leaf for leaf in leaves]
-            args, kwargs = jax.tree.unflatten(tree, filled)
-            return _alive(bind)(_alive(kernel), args, kwargs, cfg, weakly=True)
+    jitted = jax.jit(run)
 
-        self._jitted: Any = jax.jit(run)
-
-    def __call__(self, args: tuple[object, ...], kwargs: Mapping[str, object], arrays: Sequence[jax.Array]) -> Any:
-        self._current.call = args, kwargs
+    def plan(args: tuple[object, ...], kwargs: Mapping[str, object], arrays: Sequence[jax.Array]) -> Any:
+        current.call = args, kwargs
         try:
-            return self._jitted(*arrays)
+            return jitted(*arrays)
         finally:
-            # The plan lives on, and must not keep the call's arguments alive.
-            del self._current.call
+            del current.call  # the plan lives on, and must not keep the call's arguments alive
+
+    return plan
 
 
 class Traced(Exception):
     """An argument is traced."""
 
 
-def _scanned(
-    args: tuple[object, ...], kwargs: Mapping[str, object], override: Hashable | None
-) -> tuple[tuple[Hashable, ...], list[Any]]:
-    """Return the key of a call's plan, and the arrays in the order of `jax.tree.flatten`."""
-    key: list[Hashable] = [_SCANNED, override]
-    arrays: list[Any] = []
-    for value in args:
-        _scan(value, key, arrays)
-    if kwargs:
-        for name in sorted(kwargs):
-            key.append(name)
-            _scan(kwargs[name], key, arrays)
-    return tuple(key), arrays
-
-
 def _scan(value: Any, key: list[Hashable], arrays: list[Any]) -> None:
+    """Append the arrays in a value to `arrays`, and everything else that identifies it to the key of a plan."""
     kind: Any = type(value)
     if kind in _ARRAY_KINDS:
         arrays.append(value)
@@ -260,10 +246,3 @@ def _has_telling_type(value: object) -> bool:
 def _is_exception(value: object) -> bool:
     # 0.0 equals -0.0, and NaN does not equal itself.
     return type(value) is float and (value == 0.0 or math.isnan(value))
-
-
-def _alive(reference: Callable[[], Any]) -> Any:
-    """Return the target of a weak reference; the caller must keep it alive."""
-    found = reference()
-    assert found is not None
-    return found

@@ -182,12 +182,13 @@ class Executor(Generic[Cfg, Out]):
 
     def resolve(self, inv: Invocation[Cfg, Out]) -> Resolution[Cfg]:
         """Return the configuration for `inv`, and the tier that gave it."""
-        kernel = kernel_of(inv)
-        resolve = getattr(self.chooser, "resolve", None)
-        if resolve is not None and not _chooses_by_itself(self.chooser):
-            return cast("Resolution[Cfg]", resolve(inv, kernel))
-        bare: BareChooser[Cfg, Out] = BareChooser(self.chooser)
-        return bare.resolve(inv, kernel)
+        chooser: Any = self.chooser
+        # A class that overrides only `choose` of a chain expects its own `choose` to decide, and so does an instance.
+        scopes = (vars(chooser), *map(vars, type(chooser).__mro__))
+        own = next((scope for scope in scopes if "choose" in scope or "resolve" in scope), ("resolve",))
+        if "resolve" not in own or not hasattr(chooser, "resolve"):
+            chooser = BareChooser(chooser)
+        return cast("Resolution[Cfg]", chooser.resolve(inv, kernel_of(inv)))
 
     def _choose_for_all(self, inv: Invocation[Cfg, Out]) -> Cfg:
         """Return the configuration for a program that is not compiled yet and may run in several processes."""
@@ -371,15 +372,6 @@ def _needs_number(kernel: Kernel[Any, Any], names: Sequence[str]) -> str:
         f"axes. Pass a number instead: {HOW_TO_KNOW}. A parameter that is annotated as a number, such as "
         f"`{names[0]}: int`, also accepts concrete arrays."
     )
-
-
-def _chooses_by_itself(chooser: object) -> bool:
-    """Return whether `choose` is overridden in a more derived class than `resolve`, or on the instance."""
-    # Such a subclass of a chain expects its own `choose` to decide, and not the chain's `resolve`.
-    for scope in (vars(chooser), *map(vars, type(chooser).__mro__)):
-        if "choose" in scope or "resolve" in scope:
-            return "resolve" not in scope
-    return False
 
 
 def _prepared(

@@ -15,7 +15,7 @@ from ejkernel.ops.autotuner.compile.prepared import PreparedCalls
 from ejkernel.ops.autotuner.compile.simulation import check_simulated
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.compile.threads import default_width
-from ejkernel.ops.autotuner.tasks.task import Configurations, SharedCall, TuningTask
+from ejkernel.ops.autotuner.tasks.task import Configurations, SharedCall, TuningTask, calls_in
 from ejkernel.ops.config.estimates import EstimateFiles
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.spaces.space import ConfigSpace
@@ -65,8 +65,8 @@ class Preparation:
             configs: Candidates beside the heuristic; those of the kernels by default.
             **options: Of `compile_bundle` or `estimate_calls`: `processes`, by default one per core, and `progress`.
         """
-        calls = _in_one(sets)
-        candidates = shared_candidates(sets, self.aim) if configs is None else _always(configs)
+        calls = calls_in(sets)
+        candidates = shared_candidates(sets, self.aim) if configs is None else lambda _: configs
         options = {"candidates": candidates, "processes": default_width(), **options}
         if self.folder is not None:
             bundled = compile_bundle(calls, self.aim, self.folder, **options)
@@ -78,15 +78,7 @@ class Preparation:
     def planned(self, sets: Sequence[Sequence[SharedCall]]) -> list[tuple[Invocation[Any, Any], list[Any]]]:
         """Return the calls and candidates that `run` estimates or compiles."""
         doing = "estimate" if self.folder is None else "compile"
-        return list(aimed_calls(_in_one(sets), self.aim, shared_candidates(sets, self.aim), MOST_CANDIDATES, doing))
-
-
-def _in_one(sets: Sequence[Sequence[SharedCall]]) -> list[Invocation[Any, Any]]:
-    return [call.inv for each in sets for call in each]
-
-
-def _always(configs: Collection[Any]) -> Callable[[Invocation[Any, Any]], Collection[Any]]:
-    return lambda inv: configs
+        return list(aimed_calls(calls_in(sets), self.aim, shared_candidates(sets, self.aim), MOST_CANDIDATES, doing))
 
 
 def _why_not_measured(aim: Target) -> str:

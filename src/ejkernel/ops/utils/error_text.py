@@ -132,7 +132,7 @@ def example_text(kind: type) -> str:
         example = _without_none(kind())
     except (TypeError, ValueError):  # it needs arguments
         fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
-        needed = [f"{each.name}=..." for each in fields if _is_needed(each)]
+        needed = [f"{f.name}=..." for f in fields if f.init and f.default is f.default_factory is dataclasses.MISSING]
         example = f"{kind.__name__}({', '.join(needed) or '...'})"
     public = (name for name in _PUBLIC if getattr(sys.modules.get(name), kind.__name__, None) is kind)
     module = next(public, kind.__module__)
@@ -147,10 +147,6 @@ def _without_none(value: object) -> str:
     fields = [field.name for field in dataclasses.fields(value)]
     shown = [f"{name}={given!r}" for name in fields if (given := getattr(value, name)) is not None]
     return f"{type(value).__name__}({', '.join(shown or [f'{name}=...' for name in fields])})"
-
-
-def _is_needed(field: dataclasses.Field[object]) -> bool:
-    return field.init and field.default is field.default_factory is dataclasses.MISSING
 
 
 def where(function: object) -> str:

@@ -140,14 +140,15 @@ def _cpu_name() -> str:
     The number of cores available to this process is part of it, because it affects performance.
     """
     file = Path("/proc/cpuinfo")
-    info = file.read_text(errors="replace").partition("\n\n")[0] if file.exists() else ""  # of the first core
-    model = _slug(_line_of(info, "model name"), "")
+    first = file.read_text(errors="replace").partition("\n\n")[0] if file.exists() else ""  # of the first core
+    info = {name.rstrip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    model = _slug(info.get("model name", ""), "")
     words = [model or _slug(platform.processor() or platform.machine())]
     # Virtual machines often hide the model (`Intel Xeon Processor`, `AMD EPYC`), and ARM processors have no model name:
     # other numbers tell their generation.
     if not any(_MODEL_NUMBER.fullmatch(word) for word in model.split("_")):
-        x86 = [_line_of(info, field) for field in ("cpu family", "model", "stepping")]
-        numbers = x86 if all(x86) else [_line_of(info, field) for field in ("CPU implementer", "CPU part")]
+        x86 = [info.get(field, "") for field in ("cpu family", "model", "stepping")]
+        numbers = x86 if all(x86) else [info.get(field, "") for field in ("CPU implementer", "CPU part")]
         words += [number.removeprefix("0x").lower() for number in numbers if number]
     return f"{'_'.join(words)}_x{len(cores())}"
 
@@ -159,12 +160,6 @@ def cores() -> list[int]:
 
 # Two digits at least, as in 8488c, 9r14 or 7950x; unlike 2 and 20ghz in `Intel Xeon CPU @ 2.20GHz`.
 _MODEL_NUMBER = re.compile(r"(?=.{3})(?=.*[0-9].*[0-9])(?!.*[0-9](ghz|mhz)).*")
-
-
-def _line_of(info: str, field: str) -> str:
-    """Return the value of a field in a section of `/proc/cpuinfo`; empty without one."""
-    match = re.search(rf"^{field}[ \t]*:[ \t]*(.+)$", info, re.MULTILINE)
-    return match.group(1).strip() if match else ""
 
 
 def _slug(text: str, default: str = "unknown") -> str:

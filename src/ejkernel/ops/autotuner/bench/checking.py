@@ -179,7 +179,7 @@ def check_on_more(oracle: Oracle, candidate: Candidate) -> int:
 
 def _sets(oracle: Oracle) -> Iterator[tuple[int, float]]:
     """Yield seed and scale of each further set; scaled sets first, since they find more errors."""
-    if oracle.has_fixed_inputs:
+    if oracle.inputs is not None and not callable(oracle.inputs.source):  # all sets would be these arrays
         return
     if oracle.may_be_scaled:
         yield from ((oracle.seed, scale) for scale in _SCALES)
@@ -201,20 +201,17 @@ def _compare(oracle: Oracle, program: Any, arrays: Sequence[Any], expected: Sequ
     if scale == 1.0:
         oracle.compare(results, expected, result_names(oracle.inv.node))
         return True
-    wrong = [found for found in _deviations(oracle, results, expected, scale) if _is_far_off(found)]
+    found = _deviations(oracle, results, expected, scale)
+    wrong = [each for each in found if each.reason and each.error > _SLACK * each.allowed]
     if not wrong:
         return True
     choice = oracle.choice
     usual = jax.block_until_ready(jax.jit(oracle.inv.node.flat(choice))(*arrays))
-    of_heuristic = max(found.error for found in _deviations(oracle, usual, expected, scale))
-    for found in wrong:
-        if found.error > _TIMES_HEURISTIC * of_heuristic:
-            raise CandidateError(found.reason)
+    of_heuristic = max(each.error for each in _deviations(oracle, usual, expected, scale))
+    for each in wrong:
+        if each.error > _TIMES_HEURISTIC * of_heuristic:
+            raise CandidateError(each.reason)
     return False
-
-
-def _is_far_off(found: Deviation) -> bool:
-    return bool(found.reason) and found.error > _SLACK * found.allowed
 
 
 def _deviations(oracle: Oracle, results: Sequence[Any], expected: Sequence[Any], scale: float) -> list[Deviation]:

@@ -21,7 +21,7 @@ from ejkernel.ops.autotuner.measure.correctness import check_results, is_nowhere
 from ejkernel.ops.autotuner.measure.memory import check_room, peak_bytes
 from ejkernel.ops.autotuner.measure.sampling import Case
 from ejkernel.ops.autotuner.process.threads import in_callers_context
-from ejkernel.ops.autotuner.process.watch import Unwatched, Watch
+from ejkernel.ops.autotuner.process.watch import Watch
 from ejkernel.ops.autotuner.trials.candidates import Program, config_id, heuristic_of, loaded_or_none
 from ejkernel.ops.core.callspec import array_names
 from ejkernel.ops.core.examples import GivenInputs, Save, example_sets, may_be_scaled, saver, why_not_finite
@@ -164,7 +164,7 @@ class Oracle:
     seed: int = 0
     reference: Program | None = None
     inputs: GivenInputs | None = None
-    watch: Watch = dataclasses.field(default_factory=Unwatched)
+    watch: Watch = dataclasses.field(default_factory=Watch)
     limits: Limits = dataclasses.field(default_factory=Limits)
     left: Callable[[], float] = lambda: math.inf
     weight: float = 1.0
@@ -284,11 +284,6 @@ class Oracle:
             oracle._sets, oracle._expected = None, {}
             oracle.seed += 1
         self.compute_references()
-
-    @property
-    def has_fixed_inputs(self) -> bool:
-        """Whether all sets of inputs are the arrays passed by the user."""
-        return self.inputs is not None and not callable(self.inputs.source)
 
     @property
     def may_be_scaled(self) -> bool:

@@ -149,14 +149,12 @@ def check_forward(
         if config_id(config) == config_id(candidate.config):
             continue  # the gradient under one configuration was checked before
         wrong = _why_not(functools.partial(check, config, own))
-        if wrong and _why_not(functools.partial(check, config, usual)):
-            beside = f"the backward configuration {compact(config)}, which runs with it,"
-            text = f"{beside} is wrong with any residuals: {wrong}"
-            raise ResidualError(f"{text}; tune the backward call again (`ejkernel tune --force`)")
         if wrong:
             beside = f"the backward configuration {compact(config)}, which runs with it,"
-            text = f"with its residuals, {beside} is wrong: {wrong}"
-            raise ResidualError(f"{text}; {CONTRACT}")
+            if _why_not(functools.partial(check, config, usual)):
+                again = "tune the backward call again (`ejkernel tune --force`)"
+                raise ResidualError(f"{beside} is wrong with any residuals: {wrong}; {again}")
+            raise ResidualError(f"with its residuals, {beside} is wrong: {wrong}; {CONTRACT}")
 
 
 def check_types(oracle: Oracle, config: object) -> None:
@@ -216,8 +214,7 @@ def _check_with(workload: Workload, candidate: Candidate, config: object, primal
     wrong = _why_not(check)
     if wrong:
         forward = f"the forward configuration {compact(config)}, which runs with it"
-        text = f"it is wrong with the residuals of {forward}: {wrong}"
-        raise ResidualError(f"{text}; {CONTRACT}")
+        raise ResidualError(f"it is wrong with the residuals of {forward}: {wrong}; {CONTRACT}")
 
 
 class _Types(NamedTuple):

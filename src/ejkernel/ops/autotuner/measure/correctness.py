@@ -93,32 +93,13 @@ def _count_finite(result: Any) -> Any:
     return jnp.isfinite(result).sum()
 
 
-def check_results(
-    results: Sequence[object],
-    truth: Sequence[object],
-    *,
-    platform: str,
-    precision: str | None,
-    names: Sequence[str] = (),
-    inputs: Sequence[Any] = (),
-    of: str = _REFERENCE,
-) -> None:
-    """Compare results with the reference result.
-
-    Args:
-        results: The candidate's results.
-        truth: The reference result.
-        platform: Kind of the device.
-        precision: The default matmul precision in force.
-        names: Names of the results for the message; their numbers by default.
-        inputs: Dtypes of the inputs, whose rounding also counts.
-        of: Name of the reference for the message.
+def check_results(results: Sequence[object], truth: Sequence[object], **options: Any) -> None:
+    """Compare results with the reference result; `options` are those of `deviations`.
 
     Raises:
         CandidateError: They differ; the message says where and by how much.
     """
-    options: dict[str, Any] = {"platform": platform, "precision": precision, "names": names}
-    for found in deviations(results, truth, **options, inputs=inputs, of=of):
+    for found in deviations(results, truth, **options):
         if found.reason:
             raise CandidateError(found.reason)
 
@@ -133,7 +114,16 @@ def deviations(
     inputs: Sequence[Any] = (),
     of: str = _REFERENCE,
 ) -> Iterator[Deviation]:
-    """Yield the deviation of each result from the reference result; see `check_results`.
+    """Yield the deviation of each result from the reference result.
+
+    Args:
+        results: The candidate's results.
+        truth: The reference result.
+        platform: Kind of the device.
+        precision: The default matmul precision in force.
+        names: Names of the results for the message; their numbers by default.
+        inputs: Dtypes of the inputs, whose rounding also counts.
+        of: Name of the reference for the message.
 
     Raises:
         CandidateError: The number of results differs from the reference.

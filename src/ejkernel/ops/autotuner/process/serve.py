@@ -27,7 +27,7 @@ from ejkernel.ops.autotuner.process.messages import (
 )
 from ejkernel.ops.autotuner.process.outputs import Outputs
 from ejkernel.ops.autotuner.process.supervisor import WAKE_UP
-from ejkernel.ops.autotuner.process.watch import Cancellation, Instruction
+from ejkernel.ops.autotuner.process.watch import Cancellation, Instruction, Watch
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -41,7 +41,7 @@ _ORPHANED = 79  # exit status of a worker whose parent is gone
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reports:
+class Reports(Watch):
     """A `Watch` that reports to the parent and restores output streams closed by a candidate."""
 
     pipe: Connection

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 
 class Instruction(enum.IntEnum):
@@ -44,8 +44,8 @@ class Cancellation:
         return self.instruction != Instruction.GO_ON
 
 
-class Watch(Protocol):
-    """Receives the current step of a search, in case the step ends this process."""
+class Watch:
+    """Receives the current step of a search, in case the step ends this process; this class ignores all reports."""
 
     def compiling(self, configs: Sequence[Any]) -> None:
         """Report the candidates being compiled in threads."""
@@ -58,30 +58,11 @@ class Watch(Protocol):
 
     def damage(self) -> int:
         """Return how often shared state of the process was found damaged and repaired."""
+        return 0
 
     def is_abandoned(self) -> bool:
         """Return whether the caller has given up the search.
 
         A search that waits for compilations polls this. Each poll is a sign of life, as compiling threads show none.
         """
-
-
-class Unwatched:
-    """Ignores all reports."""
-
-    def compiling(self, configs: Sequence[object]) -> None:
-        """See `Watch`."""
-
-    def begin(self, doing: str, configs: Sequence[object], allowed: float) -> None:
-        """See `Watch`."""
-
-    def running(self, index: int) -> None:
-        """See `Watch`."""
-
-    def damage(self) -> int:
-        """See `Watch`."""
-        return 0
-
-    def is_abandoned(self) -> bool:
-        """See `Watch`."""
         return False

@@ -15,7 +15,7 @@ from typing import Any
 
 from ejkernel.ops.autotuner.process.outputs import Outputs
 from ejkernel.ops.autotuner.process.threads import AbandonedError, on_measuring_thread
-from ejkernel.ops.autotuner.process.watch import Cancellation
+from ejkernel.ops.autotuner.process.watch import Cancellation, Watch
 from ejkernel.ops.autotuner.tasks.journal import Journal, named
 from ejkernel.ops.autotuner.tasks.run import TuningRun
 from ejkernel.ops.autotuner.tasks.task import TuningTask
@@ -68,18 +68,16 @@ def _watched(task: TuningTask, cancellation: Cancellation, outputs: Outputs) -> 
         try:
             return attempt.carry_out(run)
         except AbandonedError as error:
-            text = (
-                f"{task.inv.op_id}: {error}{named(attempt.accused)}; it cannot be ended in this process, so its "
-                "thread is abandoned"
-            )
+            why = f"{error}{named(attempt.accused)}"
+            text = f"{task.inv.op_id}: {why}; it cannot be ended in this process, so its thread is abandoned"
             warn(f"{text} (a worker process can be ended: AutotunePolicy(isolate=True)).", TuningWarning)
             # Ctrl-C asks for the end, not for another attempt.
             if journal.is_over:
-                return journal.conclude(f"{error}{named(attempt.accused)}")
+                return journal.conclude(why)
             journal.attribute_crash(str(error), attempt.what, attempt.accused, is_silence=True)
 
 
-class _Attempt:
+class _Attempt(Watch):
     """The work of one thread on a task: a `Watch` that records the last sign of life.
 
     Attributes:

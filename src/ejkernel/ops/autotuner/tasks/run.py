@@ -14,7 +14,7 @@ from ejkernel.ops.autotuner.bench.preparation import Preparation
 from ejkernel.ops.autotuner.bench.timing import Timing
 from ejkernel.ops.autotuner.measure.paired import PairedSampling
 from ejkernel.ops.autotuner.measure.sampling import Sampling, SamplingPlan
-from ejkernel.ops.autotuner.process.watch import Cancellation, Unwatched, Watch
+from ejkernel.ops.autotuner.process.watch import Cancellation, Watch
 from ejkernel.ops.autotuner.search.strategies import default_strategy
 from ejkernel.ops.autotuner.tasks.decisions import Decider, why_it_stays, why_open, why_passed_over
 from ejkernel.ops.autotuner.tasks.pool import Budget, Pool
@@ -58,7 +58,7 @@ class TuningRun:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.task = task
-        self._watch = watch or Unwatched()
+        self._watch = watch or Watch()
         self._cancellation = cancellation or Cancellation()
         self._tell = tell
         self._clock = clock

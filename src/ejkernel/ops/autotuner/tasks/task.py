@@ -45,6 +45,11 @@ class SharedCall:
     partners: tuple[Any, ...] = ()
 
 
+def calls_in(sets: Iterable[Sequence[SharedCall]]) -> list[Invocation[Any, Any]]:
+    """Return the calls of all sets."""
+    return [call.inv for calls in sets for call in calls]
+
+
 def shares_of(calls: Sequence[SharedCall]) -> dict[str, float]:
     """Return the weight of each call, by call key; the weights add up to 1."""
     total = sum(call.weight for call in calls)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -226,7 +225,7 @@ class Program:
             )
         # Code compiled elsewhere expects the runtime of its kernels in this process.
         if self.mosaic:
-            _load_mosaic_runtime()
+            compat.load_mosaic_gpu_runtime()
         return compat.loaded(code, inputs=self.inputs, outputs=self.outputs)
 
 
@@ -246,11 +245,6 @@ def loaded_or_none(program: Program) -> Any:
             f"a program compiled elsewhere cannot be loaded, so it is compiled here: {error_text(error)}", TuningWarning
         )
         return None
-
-
-@functools.cache
-def _load_mosaic_runtime() -> None:
-    compat.load_mosaic_gpu_runtime()
 
 
 def program_digest(text: str) -> str | None:

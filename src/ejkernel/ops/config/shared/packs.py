@@ -68,7 +68,7 @@ def token_in(line: bytes) -> str:
     return line[2 : 2 + _DIGITS].decode("ascii", "replace")
 
 
-@or_unusable
+@or_unusable()
 def read_line(line: bytes) -> StoredEntry:
     """Return the entry of a line.
 
@@ -275,12 +275,12 @@ def _text_of(line: bytes) -> bytes:
     return text
 
 
-@or_unusable
+@or_unusable()
 def _content(line: bytes) -> dict[str, Any]:
     return parse_json(decoded(_text_of(line)))  # type: ignore[no-any-return]  # an object: _text_of checked the brace
 
 
-@or_unusable
+@or_unusable()
 def _sources(line: bytes) -> list[str]:
     """Return the pack names in the first line of a pack."""
     data = _content(line)

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from ejkernel.ops.config.cache import ConfigCache
-from ejkernel.ops.config.entries import saved_in, shipped_configs, sister_of
+from ejkernel.ops.config.entries import saved_in, shipped_config, sister_of
 from ejkernel.ops.config.estimates import EstimateFiles, chosen
 from ejkernel.ops.config.policy import Action, AutotunePolicy
 from ejkernel.ops.config.staleness import standing
@@ -136,7 +136,7 @@ class Request:
         note_config_types(self.inv, self.kernel)
         device = sister_of(self.key.device) if tier is tiers.SISTER else self.key.device
         key = None if device is None else self.key._replace(device=device)
-        found = None if key is None else shipped_configs().find(key, self.kernel.config_type)
+        found = None if key is None else shipped_config(key, self.kernel.config_type)
         if found is None:
             return "no entry of a similar device" if tier is tiers.SISTER else "no entry"
         misfit = self._misfit(found.config, "the shipped configuration")

@@ -127,12 +127,12 @@ def factors_of(rule: ShardingRule, op_id: str, arrays: Sequence[HasType], *, res
     more = {_more(op_id, rule, text, array) for text, array in zip(texts, arrays, strict=True) if _ELLIPSIS in text}
     if len(more) > 1:
         raise KernelError(f"{op_id}: '...' in sharding_rule {rule.axes!r} represents {sorted(more)} axes.")
-    unfolded = _Unfolding(next(iter(more), 0))
+    dots = [f"...{index}" for index in range(next(iter(more), 0))]
     outs = [*rule.results, *((rule.kept or []) if residuals else [])]
     found = Factors(
-        operands=tuple(map(unfolded.names, texts)),
-        results=tuple(map(unfolded.names, outs)),
-        splittable=frozenset(name for name in unfolded.names(rule.splittable) if name is not None),
+        operands=tuple(_unfolded(text, dots) for text in texts),
+        results=tuple(_unfolded(text, dots) for text in outs),
+        splittable=frozenset(name for name in _unfolded(rule.splittable, dots) if name is not None),
         follows=tuple(sorted(rule.follows.items())),
         multiples=tuple(sorted(rule.multiples.items())),
         cheapest=rule.cheapest,
@@ -142,17 +142,10 @@ def factors_of(rule: ShardingRule, op_id: str, arrays: Sequence[HasType], *, res
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class _Unfolding:
-    """The expansion of `...` in a rule."""
-
-    count: int
-
-    def names(self, text: Iterable[str]) -> tuple[Factor, ...]:
-        found: list[Factor] = []
-        for name in text:
-            found += [f"...{index}" for index in range(self.count)] if name == _ELLIPSIS else [name]
-        return tuple(None if name == _UNNAMED else name for name in found)
+def _unfolded(text: Iterable[str], dots: Sequence[str]) -> tuple[Factor, ...]:
+    """Return the names of axes, with those of `dots` in place of `...`, and `None` for unnamed ones."""
+    names = (name for part in text for name in (dots if part == _ELLIPSIS else (part,)))
+    return tuple(None if name == _UNNAMED else name for name in names)
 
 
 def _more(op_id: str, rule: ShardingRule, text: Sequence[str], array: HasType) -> int:

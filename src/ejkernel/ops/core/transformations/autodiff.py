@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final, cast
 
 import jax
 
+from ejkernel import compat
 from ejkernel.ops.core.transformations.batching import LinearVmapped, Vmapped, no_cotangent
 from ejkernel.ops.core.transformations.nodes import (
     Choice,
@@ -18,7 +19,6 @@ from ejkernel.ops.core.transformations.nodes import (
     NonlinearWrapper,
     Wrapper,
     run_vjp,
-    zero_tangent,
 )
 from ejkernel.ops.errors import GradientError
 
@@ -37,13 +37,15 @@ class Discharged(NonlinearWrapper):
 
     types_are_whole = False  # `flat` creates new references
 
-    def steps(self) -> list[list[Any]]:
+    @property
+    def steps(self) -> Sequence[list[Any]]:
         """See `Node`."""
-        return [*self.of.steps(), ["references", list(self.references)]]
+        return [*self.of.steps, ["references", list(self.references)]]
 
-    def wiring(self) -> list[dict[str, Any]]:
+    @property
+    def wiring(self) -> Sequence[dict[str, Any]]:
         """See `Node`."""
-        return [*self.of.wiring(), {}]
+        return [*self.of.wiring, {}]
 
     def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """See `Node`."""
@@ -93,9 +95,10 @@ class Linear(Wrapper):
         fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
         return cast(Node, _TRANSPOSES[type(self)](*fields))
 
-    def steps(self) -> list[list[Any]]:
+    @property
+    def steps(self) -> Sequence[list[Any]]:
         """See `Node`."""
-        return [*self.of.steps(), [self.kind, list(self.wrt)]]  # without `outs`: they follow from the result types
+        return [*self.of.steps, [self.kind, list(self.wrt)]]  # without `outs`: they follow from the result types
 
     def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """See `Node`."""
@@ -104,14 +107,17 @@ class Linear(Wrapper):
             return [*primals, *[primal for primal, has in zip(primals, self.wrt, strict=True) if has]]
         return [*primals, *self._selected(jax.eval_shape(self.of.flat(choice), *primals))]
 
-    def wiring(self) -> list[dict[str, Any]]:
+    @property
+    def wiring(self) -> Sequence[dict[str, Any]]:
         """See `Node`."""
         root = innermost(self.of)
-        return [*self.of.wiring(), {"residuals": True} if isinstance(root, Forward) and root.residuals else {}]
+        return [*self.of.wiring, {"residuals": True} if isinstance(root, Forward) and root.residuals else {}]
 
     def _all_tangents(self, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[Any, ...]:
         given = iter(tangents)
-        return tuple(next(given) if has else zero_tangent(p) for p, has in zip(primals, self.wrt, strict=True))
+        return tuple(
+            next(given) if has else compat.zeros_of_tangent(p) for p, has in zip(primals, self.wrt, strict=True)
+        )
 
     def _wanted(self, gradients: Sequence[jax.Array | None]) -> tuple[Any, ...]:
         wanted = [gradient for gradient, has in zip(gradients, self.wrt, strict=True) if has]
@@ -186,9 +192,10 @@ class ThroughResiduals(Linear):
         """See `Node`."""
         return self.num_saved
 
-    def wiring(self) -> list[dict[str, Any]]:
+    @property
+    def wiring(self) -> Sequence[dict[str, Any]]:
         """See `Node`; `differentiate` applies the `vmap`s to the linear node, so this one differentiates a forward."""
-        return super().wiring()[-1:]
+        return super().wiring[-1:]
 
     def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """See `Node`."""

@@ -86,15 +86,17 @@ class Vmapped(NonlinearWrapper):
         """See `Node`."""
         return self.of.types_are_whole
 
-    def steps(self) -> list[list[Any]]:
+    @property
+    def steps(self) -> Sequence[list[Any]]:
         """See `Node`."""
         axes = self.level.axes[self.lead : self.lead + self.spec.num_arrays]
-        return [*self.of.steps(), ["vmap", self.level.size, list(axes)]]
+        return [*self.of.steps, ["vmap", self.level.size, list(axes)]]
 
-    def wiring(self) -> list[dict[str, Any]]:
+    @property
+    def wiring(self) -> Sequence[dict[str, Any]]:
         """See `Node`."""
         name = None if self.level.axis_name is None else self.level.axis_name.name
-        return [*self.of.wiring(), {"axis_name": name} if type(name) is str else {}]
+        return [*self.of.wiring, {"axis_name": name} if type(name) is str else {}]
 
     def argument_axes(self, count: int) -> list[int | None]:
         """Return the batch axis of each of `count` arguments."""
@@ -133,9 +135,10 @@ class LinearVmapped(Vmapped):
         """See `Node`."""
         return TransposedVmapped(self.of.transpose, self.level, self)
 
-    def wiring(self) -> list[dict[str, Any]]:
+    @property
+    def wiring(self) -> Sequence[dict[str, Any]]:
         """See `Node`."""
-        *inner, own = super().wiring()
+        *inner, own = super().wiring
         return [*inner, {**own, "axes": list(self.level.axes)}]
 
     def flat_vjp(self, choice: Choice, count: int) -> Flat:
@@ -159,9 +162,10 @@ class TransposedVmapped(Vmapped):
         """See `Node`."""
         return dataclasses.replace(self, of=self.of.with_spec(spec), original=self.original.with_spec(spec))
 
-    def wiring(self) -> list[dict[str, Any]]:
+    @property
+    def wiring(self) -> Sequence[dict[str, Any]]:
         """See `Node`."""
-        *inner, own = super().wiring()
+        *inner, own = super().wiring
         return [*inner, {**own, "axes": list(self.level.axes), "transposed": True}]
 
     def argument_axes(self, count: int) -> list[int | None]:

@@ -130,7 +130,7 @@ def _sources(origins: Sequence[compat.Origin], num_outputs: int) -> tuple[_Sourc
     for origin in origins[num_outputs:]:
         if origin.argument is not None:
             sources.append(_Source("argument", origin.argument))
-        elif origin.is_constant:
+        elif not origin.needs:
             sources.append(_Source("constant", 0))
         elif origin.name in outputs:
             sources.append(_Source("output", outputs[origin.name]))

@@ -92,10 +92,12 @@ class Node(Protocol):
     def with_spec(self, spec: CallSpec) -> Node:
         """The same node for `spec`, a kernel call of the same structure."""
 
-    def steps(self) -> list[list[Any]]:
+    @property
+    def steps(self) -> Sequence[list[Any]]:
         """The transformations, innermost first, as plain data for the call's key."""
 
-    def wiring(self) -> list[dict[str, Any]]:
+    @property
+    def wiring(self) -> Sequence[dict[str, Any]]:
         """For each step, the facts that rebuilding the call needs and its key leaves out; mostly empty.
 
         These are the batch axes of a linear call's additional arguments, and whether a differentiated forward returns
@@ -173,11 +175,6 @@ def autodiff_vjp(function: Flat, count: int) -> Flat:
     return gradients
 
 
-def zero_tangent(value: jax.Array) -> Any:
-    """Return the zero of `value`'s tangent space."""
-    return compat.zeros_of_tangent(value)
-
-
 @dataclasses.dataclass(frozen=True)
 class Forward:
     """The kernel's forward; with `residuals`, it returns its residuals after its outputs."""
@@ -188,6 +185,8 @@ class Forward:
     suffix = ""
     lead = 0
     types_are_whole = True
+    steps = ()
+    wiring = ()
 
     @property
     def forward(self) -> Node:
@@ -202,14 +201,6 @@ class Forward:
     def with_spec(self, spec: CallSpec) -> Forward:
         """See `Node`."""
         return dataclasses.replace(self, spec=spec)
-
-    def steps(self) -> list[list[Any]]:
-        """No transformation."""
-        return []
-
-    def wiring(self) -> list[dict[str, Any]]:
-        """No transformation."""
-        return []
 
     def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """The types of the kernel's own arrays."""

@@ -20,6 +20,7 @@ from ejkernel.ops.utils.error_text import shortened
 
 MAX_DEPTH = 64  # deeper data is a cycle or an attack; this stops well before Python's recursion limit
 _DTYPE_NAME = re.compile(r"(bool|bfloat|complex|float|u?int)[0-9a-z_]*")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SHOWN = 60  # maximum characters of a value or key in a message
 _FLOAT0 = "float0"  # JAX's dtype for gradients of integers: a structured dtype without a NumPy name
 
@@ -96,14 +97,6 @@ def _encode(value: Any, path: str, depth: int, *, objects: bool = True) -> Any:
     return _encode_object(value, path, depth)
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _encode_object(value: object, path: str, depth: int) -> Any:
     name = dtype_name(value)
     if name is not None:
@@ -158,7 +151,7 @@ def _finite(value: float, path: str) -> float:
 
 
 def _text(value: str, path: str) -> str:
-    if not value.isascii() and not _is_unicode(value):  # two lone surrogates would decode to a different character
+    if not value.isascii() and _SURROGATE.search(value):  # two of them would decode to a different character
         raise SerializationError(f"{path}: str must be valid Unicode, got {describe(value)}.")
     return value
 

@@ -90,15 +90,10 @@ class Strong:
         return isinstance(other, Strong) and other._value is self._value
 
 
-def held_weakly(value: object) -> Held:
-    """Return a function that returns `value` while it is alive; without weak reference support, hold it forever."""
+def by_is(value: object) -> Held:
+    """Return a weak reference, or a strong one without weak reference support; equal only for the same object."""
     if isinstance(value, types.MethodType):  # each attribute access creates a new method object
         return weakref.WeakMethod(value)
-    return by_is(value)
-
-
-def by_is(value: object) -> Weak | Strong:
-    """Return a reference; references are equal only for the same object."""
     try:
         return Weak(value)
     except TypeError:
@@ -183,7 +178,7 @@ def _may_change(parts: object) -> bool:
     return False
 
 
-def _of_parts(value: Any, kind: type, path: tuple[int, ...]) -> Hashable:
+def _of_parts(value: Any, kind: Any, path: tuple[int, ...]) -> Hashable:
     mutable = next((base for base in _MUTABLE if isinstance(value, base)), None)
     if mutable is not None:
         return (kind, _MAY_CHANGE, by_is(value), *[identity(part, path) for part in _MUTABLE[mutable](value)])
@@ -197,10 +192,15 @@ def _of_parts(value: Any, kind: type, path: tuple[int, ...]) -> Hashable:
         return (kind, frozenset(identity(part, path) for part in value))
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return (kind, *[identity(part, path) for part in value])
-    state = [(name, identity(part, path)) for name, part in state_of(value)] if _shows_content(value) else []
+    parameters = getattr(kind, "__dataclass_params__", None)
+    is_mutable = parameters is not None and not parameters.frozen
+    by_value = kind.__eq__ is not object.__eq__ and kind.__hash__ is not object.__hash__
+    by_value = by_value and all(cls.__flags__ & _HEAP_TYPE for cls in kind.__mro__[:-1])  # visible to Python
+    is_visible = is_mutable or kind is types.SimpleNamespace or by_value
+    state = [(name, identity(part, path)) for name, part in state_of(value)] if is_visible else []
     if not state:
         return by_is(value)
-    if cast(Any, kind).__hash__ is None or _is_mutable_dataclass(value):
+    if kind.__hash__ is None or is_mutable:
         return (kind, _MAY_CHANGE, by_is(value), *state)
     return (kind, *state) if dataclasses.is_dataclass(value) else (kind, _MAY_CHANGE, *state)
 
@@ -225,43 +225,10 @@ def identity_of_node(value: object, aux: Any) -> Hashable:
     return (type(aux), cast(Hashable, aux))
 
 
-def _is_mutable_dataclass(value: object) -> bool:
-    parameters = getattr(value, "__dataclass_params__", None)
-    return parameters is not None and not parameters.frozen
-
-
-def _shows_content(value: object) -> bool:
-    """Return whether a value is a mutable dataclass or compares by content visible to Python."""
-    kind: Any = type(value)
-    if _is_mutable_dataclass(value) or kind is types.SimpleNamespace:
-        return True
-    by_value = kind.__eq__ is not object.__eq__ and kind.__hash__ is not object.__hash__
-    return by_value and all(cls.__flags__ & _HEAP_TYPE for cls in kind.__mro__[:-1])
-
-
 def state_of(value: object) -> list[tuple[str, Any]]:
     """Return the attributes of an instance, without cached properties."""
     kind = type(value)
-    state = dict(getattr(value, "__dict__", {}))
-    for name in _slots_of(kind):
-        if hasattr(value, name):
-            state[name] = getattr(value, name)
-    own = vars(kind)
+    found: Any = object.__getstate__(value)  # of the `__dict__`; with slots, a pair
+    in_dict, in_slots = found if isinstance(found, tuple) else (found, None)
+    state, own = {**(in_dict or {}), **(in_slots or {})}, vars(kind)
     return [(name, part) for name, part in state.items() if not isinstance(own.get(name), functools.cached_property)]
-
-
-_slots: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
-
-
-def _slots_of(kind: type) -> list[str]:
-    """Return the names of the attributes in `__slots__` of a class and its bases."""
-    if kind in _slots:
-        return _slots[kind]
-    found = []
-    for cls in kind.__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            private = name.startswith("__") and not name.endswith("__")
-            if name not in {"__dict__", "__weakref__"}:
-                found.append(f"_{cls.__name__.lstrip('_')}{name}" if private else name)
-    return _slots.setdefault(kind, found)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
 from ejkernel.ops.errors import KernelError
-from ejkernel.ops.utils.values.identity import held_weakly
+from ejkernel.ops.utils.values.identity import by_is
 from ejkernel.ops.utils.values.scalars import resolved_annotations
 from ejkernel.ops.utils.values.signature import JAX_MODULES, importable
 
@@ -68,7 +68,7 @@ def nameable(thing: T) -> T:
     if name is None or "<" in name or of_object:
         raise KernelError(f"nameable takes a function or class at the top level of a module, got {thing!r}.")
     with _lock:
-        _marked[name] = held_weakly(found)
+        _marked[name] = by_is(found)
     return thing
 
 
