@@ -77,4 +77,7 @@ def test_a_mesh_of_too_many_devices_names_the_option_and_the_variable(capsys, tm
     monkeypatch.chdir(tmp_path)
     (tmp_path / "meshed.py").write_text("import jax\ndef step():\n    return jax.make_mesh((99,), ('data',)), ()\n")
     assert main(["explain", "./meshed.py:step"]) == 1
-    assert "pass --mesh-devices N to `ejkernel tune`. For other commands, JAX_NUM_CPU" in capsys.readouterr().err
+    assert (
+        "pass --mesh-devices N to `ejkernel tune` or `explain`. For other commands, JAX_NUM_CPU"
+        in capsys.readouterr().err
+    )

@@ -6,6 +6,7 @@ import datetime
 import itertools
 import json
 import sys
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -398,3 +399,10 @@ def test_the_step_of_a_program_runs_in_a_process_of_its_own(program, capsys):
     assert status == 0
     assert "\nstep: " in out
     assert jax.devices()[0].platform == "cpu"
+
+
+def test_a_step_without_its_devices_is_compared_on_another_machine():
+    result = SimpleNamespace(searches=[SimpleNamespace(is_kept=False)])
+    program = SimpleNamespace(target="train:step")
+    (line,) = step_check.not_compared(result, program, None, elsewhere=True)
+    assert "`ejkernel bench train:step` on a machine with its devices compares it" in line

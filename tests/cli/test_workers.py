@@ -56,8 +56,8 @@ def tune(tmp_path):
     """Run `ejkernel tune` in a folder that has `waves.py`; give its status, output and messages."""
     (tmp_path / "waves.py").write_text(KERNELS)
 
-    def run(*arguments):
-        command = ("-m", "ejkernel.cli", "tune", *arguments)
+    def run(*arguments, command="tune"):
+        command = ("-m", "ejkernel.cli", command, *arguments)
         done = forked.python(tmp_path, *command, EJKERNEL_CACHE_DIR=str(tmp_path / "cache"))
         return done.returncode, done.stdout, done.stderr
 
@@ -80,7 +80,7 @@ def test_compiled_candidates_are_measured(tune, tmp_path):
     status, out, err = tune("waves:program", "--compile-only", "--output", "bundle")
     assert status == 0, err
     assert "2 ready, 1 left" in out
-    assert "2 of 3 candidates compiled" in err
+    assert "2 of 3 candidates compiled for this machine (--target names another)" in err
     status, _, err = tune("--from", "bundle", "--in-process")
     assert status == 1, err
     assert "bundle has no call that can be tuned here" in err
@@ -108,8 +108,17 @@ def test_a_program_for_an_absent_mesh_is_tuned_for_its_shards(tune):
     status, _, messages = tune("waves:on_a_mesh", "--dry-run", "--in-process")
     assert status != 0
     assert "Number of devices" in messages
+    status, out, messages = tune("waves:on_a_mesh", "--mesh-devices", "16", command="explain")
+    assert status == 0, messages
+    assert re.search(r"rms_norm@v0 +f32\[2,4,64\]", out)
 
 
-def test_mesh_applies_to_lowered_programs_only(capsys):
-    assert main(["tune", "--missed", "--mesh-devices", "16"]) == 2
+@pytest.mark.parametrize("command", ["tune", "explain"])
+def test_mesh_applies_to_lowered_programs_only(capsys, command):
+    assert main([command, "--missed", "--mesh-devices", "16"]) == 2
     assert "--mesh-devices requires MODULE:FUNCTION" in capsys.readouterr().err
+
+
+def test_a_mesh_has_devices_of_this_machines_kind(capsys):
+    assert main(["explain", "waves:on_a_mesh", "--mesh-devices", "16", "--target", "nvidia_h200"]) == 2
+    assert "--mesh-devices cannot be used with --target" in capsys.readouterr().err

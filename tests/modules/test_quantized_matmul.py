@@ -95,6 +95,12 @@ def test_nan_spoils_large_blocks_too(options):
     assert jnp.isnan(blocks).all()
 
 
+def test_quantized_numbers_print_their_types():
+    found = quantize(jnp.ones((256, 128)), dtype=jnp.int8, axis=-1)
+    assert repr(found) == "Quantized(values=int8[256, 128], scale=float32[256, 1], block=(1, None))"
+    assert repr(jax.tree.map(lambda _: 0, found)) == "Quantized(values=0, scale=0, block=(1, None))"
+
+
 def test_a_number_is_quantised_without_axes():
     assert float(quantize(jnp.float32(-3.0), axis=None).dequantize()) == -3.0
 

@@ -115,7 +115,7 @@ def test_a_replicated_weights_gradient_is_summed_under_shard_map(cfg):
     [
         ({"x": [1.0]}, "x must be a floating-point array .* got list"),
         ({"x": jnp.ones((2, 16), int)}, "x must be a floating-point array .* got dtype int32"),
-        ({"weight": jnp.ones(3)}, r"weight must have the length of x's last axis; got shapes \(3,\) and"),
+        ({"weight": jnp.ones(3)}, r"weight must be a vector of the length of x's last axis; got shapes \(3,\) and"),
         ({"residual": jnp.ones((2, 8))}, r"residual must have x's shape and dtype, \(3, 6, 16\), .*; got \(2, 8\)"),
         ({"residual": 1.0}, "residual must have x's shape and dtype, .*; got float"),
         ({"eps": -1.0}, "eps must be a number >= 0, got -1.0"),

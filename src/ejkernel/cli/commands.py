@@ -96,6 +96,12 @@ aim = click.option(
     shell_complete=_targets,
     help="Device: here, nvidia_h100, nvidia_h200, tpu_v4, tpu_v5e, tpu_v5p, tpu_v6e or tpu7x.",
 )
+mesh_devices = click.option(
+    "--mesh-devices",
+    type=click.IntRange(min=1),
+    metavar="COUNT",
+    help="Number of devices of the program's mesh, which need not exist on this machine.",
+)
 read_cache = click.option(
     "--cache",
     type=FOLDER,
@@ -130,12 +136,7 @@ read_cache = click.option(
     metavar="COUNT",
     help="Number of compile processes, or 0 for threads; by default one per core for known GPUs, else 0.",
 )
-@click.option(
-    "--mesh-devices",
-    type=click.IntRange(min=1),
-    metavar="COUNT",
-    help="Number of devices of the program's mesh, which need not exist on this machine.",
-)
+@mesh_devices
 @click.option(
     "--check-step/--no-check-step",
     default=None,
@@ -294,6 +295,7 @@ def _share_devices() -> None:
 @imports
 @click.option("--missed", is_flag=True, help="Explain the calls noted with EJKERNEL_NOTE_MISSES=1.")
 @aim
+@mesh_devices
 @read_cache
 @as_json
 @click.option(
@@ -312,14 +314,18 @@ def explain(target: str, prefix: str, imports: tuple[str, ...], missed: bool, de
     entry of the forward call, on TPUs configurations of others (published) and by a simulator (estimated), the
     heuristic. This command measures and saves nothing.
 
-    With --target, the program of MODULE:FUNCTION is traced for that device, which need not be here.
+    With --target, the program of MODULE:FUNCTION is traced for that device, which need not be here; with
+    --mesh-devices, for a mesh of as many devices as this machine's.
     """
     if missed and not prefix and ":" not in target:  # else it names a program
         target, prefix = "", target
     if bool(target) == missed:
         raise click.UsageError("pass exactly one of MODULE:FUNCTION, FILE and --missed.")
-    if device != "here" and ":" not in target:
-        raise click.UsageError("--target requires MODULE:FUNCTION.")
+    for name, given in (("--target", device != "here"), ("--mesh-devices", options["mesh_devices"])):
+        if given and ":" not in target:
+            raise click.UsageError(f"{name} requires MODULE:FUNCTION.")
+    if device != "here" and options["mesh_devices"]:
+        raise click.UsageError("--mesh-devices cannot be used with --target.")
     _prepare_for(device)
     from ejkernel.cli.explain import run_explain
 

@@ -54,8 +54,9 @@ def run_compile(options: TuneOptions, device: str, output: Path) -> None:
     modules = source.imports or ((source.program.module,) if source.program is not None else ())
     again = [] if options.shapes is None else [f"--shapes {options.shapes}"]
     measure = " ".join(["ejkernel tune --from", str(output), *again, *(f"--import {module}" for module in modules)])
+    aimed = "this machine (--target names another)" if device == "here" else device
     console.print(
-        f"{_share(made, Status.READY)} compiled in {time.monotonic() - started:.1f} s, "
+        f"{_share(made, Status.READY)} compiled for {aimed} in {time.monotonic() - started:.1f} s, "
         f"written to {output}; measure them on the machine with the device: {measure}",
     )
 

@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 from ejkernel.cli import report
-from ejkernel.cli.programs import import_named, import_operations, with_cache
+from ejkernel.cli.programs import import_named, import_operations, import_users, with_cache
 from ejkernel.cli.show import begins, none_begins, opened
-from ejkernel.cli.sources import Source, find_on
+from ejkernel.cli.sources import Source, find_in_worker, find_on
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.trials.status import SearchState
 from ejkernel.ops.config.cache import ConfigCache
@@ -64,6 +64,7 @@ def run_explain(
     as_json: bool,
     prefix: str = "",
     device: str = "here",
+    mesh_devices: int | None = None,
     verbose: bool = False,
 ) -> None:
     """Run `ejkernel explain`.
@@ -76,12 +77,15 @@ def run_explain(
         as_json: Whether to print JSON.
         prefix: The start of the key or operation of the calls to explain.
         device: Name of the target to explain the calls for.
+        mesh_devices: As in `TuneOptions`, for the device of this machine.
         verbose: Whether each tier gets a line, also those that have no answer for the usual reason.
     """
     store, aim = opened(cache), Target.named(device)
     source = Source.of(target, imports, missed=store.path if missed else None)
     with contextlib.redirect_stdout(sys.stderr):  # keep the program's prints out of the result
-        found = find_on(source, aim)
+        found = find_on(source, aim) if mesh_devices is None else find_in_worker(source, mesh_devices)
+        if mesh_devices is not None and source.program is not None:  # a worker has imported it
+            import_users(source.program.module)
         # After the program's import, which may set the default executor.
         chooser = usual_chain(store if cache is not None else None)
         every = [explain_call(chooser, inv, DEFAULT_PREFIX) for inv in found.calls]

@@ -309,8 +309,8 @@ def _is_users(filename: str) -> bool:
 
 
 _MORE_DEVICES: Final = (
-    "for a mesh that this machine does not have, pass --mesh-devices N to `ejkernel tune`. For other commands, "
-    "JAX_NUM_CPU_DEVICES=N simulates N devices on a CPU"
+    "for a mesh that this machine does not have, pass --mesh-devices N to `ejkernel tune` or `explain`. For other "
+    "commands, JAX_NUM_CPU_DEVICES=N simulates N devices on a CPU"
 )
 
 

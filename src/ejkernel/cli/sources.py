@@ -160,11 +160,37 @@ def find_sendable(source: Source) -> Found:
     )
 
 
-def find_for_mesh(source: Source, count: int) -> Found:
-    """Return the result of `find_sendable` in a process with `count` CPU devices.
+def find_in_worker(source: Source, mesh_devices: int | None = None) -> Found:
+    """Return the result of `find_sendable` in a worker process.
 
-    Call it in a new process, before JAX opens devices.
+    Only the worker opens the device: this process could not release a device that a candidate has broken.
+
+    Args:
+        source: The source.
+        mesh_devices: The number of devices of the program's mesh, if this machine may lack them.
     """
+    from ejkernel.ops.autotuner.process.supervisor import WorkerStatus
+    from ejkernel.ops.autotuner.process.worker import Worker, shared_worker
+
+    # Lowering may take any time, and Ctrl-C can end it.
+    doing = WorkerStatus(what="finding the calls", allowed=math.inf)
+    with shared_worker() as worker:
+        if mesh_devices is None:
+            found: Found = worker.call(find_sendable, source, doing=doing)
+            return found
+        device: str = worker.call(device_fingerprint)
+    # Lower for the platform of this machine's device, since its kernels run. In a new process: JAX fixes its number of
+    # devices at the start, and these are CPU devices.
+    elsewhere = dataclasses.replace(source, platform=device.partition(":")[0])
+    many = Worker()
+    try:
+        found = many.call(_find_for_mesh, elsewhere, mesh_devices, doing=doing)
+    finally:
+        many.close()
+    return found.on(device)
+
+
+def _find_for_mesh(source: Source, count: int) -> Found:
     compat.have_cpu_devices(count)
     return find_sendable(source)
 
@@ -197,11 +223,7 @@ def _answer_of_worker(sent: bytes) -> bytes:
 
 def _found_here(source: Source) -> tuple[Found, list[Warning | str]]:
     """Return the calls found by a worker process of this machine, and its warnings."""
-    from ejkernel.ops.autotuner.process.supervisor import WorkerStatus
-    from ejkernel.ops.autotuner.process.worker import shared_worker
-
-    with warnings.catch_warnings(record=True) as warned, shared_worker() as worker:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        doing = WorkerStatus(what="finding the calls", allowed=math.inf)
-        found: Found = worker.call(find_sendable, source, doing=doing)
+        found = find_in_worker(source)
     return found, [warning.message for warning in warned]

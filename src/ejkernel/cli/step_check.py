@@ -114,6 +114,7 @@ class StepCheck:
         cache: The cache folder, as typed.
         insists: Whether the user asked for the comparison.
         why_not: Why the step does not run; empty if it does.
+        elsewhere: Whether only another machine has its devices.
         in_process: Whether to run the step in this process.
         earlier: The configurations before the searches.
     """
@@ -124,6 +125,7 @@ class StepCheck:
     cache: Path | None
     insists: bool
     why_not: str
+    elsewhere: bool
     in_process: bool
     earlier: Entries
 
@@ -161,8 +163,8 @@ class StepCheck:
     @property
     def _advice(self) -> str:
         stays = "Each new configuration won by itself and stays saved"
-        also = "" if self.insists else " or --check-step"
-        return f"{stays}; `ejkernel bench {with_cache(self.program.target, self.cache)}`{also} compares the step."
+        where = " on a machine with its devices" if self.elsewhere else "" if self.insists else " or --check-step"
+        return f"{stays}; `ejkernel bench {with_cache(self.program.target, self.cache)}`{where} compares the step."
 
     def _ask(self, question: Question) -> Answer:
         try:
@@ -253,12 +255,15 @@ def step_lines(checked: Checked | None) -> list[str]:
     return ["step: unchanged, because no call has a new configuration"] if checked is None else checked.lines()
 
 
-def not_compared(result: AutotuningResult, program: Program | None, cache: Path | None) -> list[str]:
+def not_compared(
+    result: AutotuningResult, program: Program | None, cache: Path | None, *, elsewhere: bool
+) -> list[str]:
     """Return the line after `--no-check-step`; none without a program, or if no call has a faster configuration."""
     if program is None or all(search.is_kept for search in result.searches):
         return []
-    command = f"ejkernel bench {with_cache(program.target, cache)}"
-    return [f"step not compared: a speed-up is that of a call by itself; `{command}` compares it."]
+    command = f"`ejkernel bench {with_cache(program.target, cache)}`"
+    where = f"{command} on a machine with its devices" if elsewhere else command
+    return [f"step not compared: a speed-up is that of a call by itself; {where} compares it."]
 
 
 def settled(result: AutotuningResult, checked: Checked | None) -> AutotuningResult:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import math
 import operator
 import signal
 import sys
@@ -26,7 +25,7 @@ from ejkernel.cli.files import Found
 from ejkernel.cli.outcome import TuneOutcome
 from ejkernel.cli.progress import bars
 from ejkernel.cli.saved import SavedCalls
-from ejkernel.cli.sources import Source, find, find_by, find_for_mesh, find_sendable
+from ejkernel.cli.sources import Source, find, find_by, find_in_worker
 from ejkernel.cli.step_check import SHARE, Checked, StepCheck, not_compared, settled, step_lines
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.tasks.task import SharedCall, calls_in
@@ -41,12 +40,10 @@ from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.kernel import candidates_of, kernel_of
 from ejkernel.ops.errors import ArgumentError, ConfigError, EjkernelError, TuningError
 from ejkernel.ops.execution.offline import tune_together
-from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.formatting import counted, size
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.fleet.ray_executor import RayExecutor
-    from ejkernel.ops.autotuner.process.supervisor import WorkerStatus
 
 
 _MOST_DRAWN: Final = 1 << 30  # bytes of random arguments: a program given by types alone may be too large to run
@@ -77,6 +74,11 @@ class TuneOptions:
     ray: str | None = None
     compile_processes: int | None = None
     check_step: bool | None = None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether only another machine has the devices of the program."""
+        return self.ray is not None or self.mesh_devices is not None
 
 
 def messages(file: IO[str] | None = None) -> Console:
@@ -203,7 +205,7 @@ def _tune_found(
         _print(console, outcome.lines())
     _print(console, saved.doubts(tried, result.searches, options.budget))
     if check is None:
-        _print(console, not_compared(result, source.program, options.cache))
+        _print(console, not_compared(result, source.program, options.cache, elsewhere=options.is_elsewhere))
     elif tried or checked is not None:
         _print_step(options, checked)
     found.settle(saved.is_tuned)
@@ -243,6 +245,7 @@ def _step_check(options: TuneOptions, source: Source, found: Found, saved: Saved
         cache=options.cache,
         insists=options.check_step is True,
         why_not=_why_not_run(options, found),
+        elsewhere=options.is_elsewhere,
         in_process=options.in_process,
         earlier={key: entry for key, entry in known if entry is not None},
     )
@@ -315,34 +318,7 @@ def _find(options: TuneOptions, source: Source, executor: RayExecutor | None) ->
         return find(source)
     if executor is not None:  # its workers have the device
         return find_by(executor, source)
-    from ejkernel.ops.autotuner.process.supervisor import WorkerStatus
-    from ejkernel.ops.autotuner.process.worker import shared_worker
-
-    # lowering may take any time, and Ctrl-C can end it
-    finding = WorkerStatus(what="finding the calls", allowed=math.inf)
-    if options.mesh_devices is not None:
-        return _find_of_mesh(source, options.mesh_devices, finding)
-    # Only the worker opens the device: this process could not release a device that a candidate has broken.
-    with shared_worker() as worker:
-        found: Found = worker.call(find_sendable, source, doing=finding)
-    return found
-
-
-def _find_of_mesh(source: Source, count: int, finding: WorkerStatus) -> Found:
-    """Return the calls of a program for a mesh of `count` devices, as calls of this machine's device."""
-    from ejkernel.ops.autotuner.process.worker import Worker, shared_worker
-
-    with shared_worker() as worker:
-        device: str = worker.call(device_fingerprint)
-    # Lower for the platform of this machine's device, since its kernels are tuned.
-    elsewhere = dataclasses.replace(source, platform=device.partition(":")[0])
-    # In a new process: JAX fixes its number of devices at the start, and these are CPU devices.
-    many = Worker()
-    try:
-        found: Found = many.call(find_for_mesh, elsewhere, count, doing=finding)
-    finally:
-        many.close()
-    return found.on(device)
+    return find_in_worker(source, options.mesh_devices)
 
 
 def _processes(options: TuneOptions, device: str) -> int:

@@ -113,7 +113,7 @@ def check_rows(x: Any, **vectors: Any) -> None:
     for name, vector in vectors.items():
         if tuple(vector.shape) != tuple(x.shape[-1:]):
             shapes = f"{tuple(vector.shape)} and {tuple(x.shape)}"
-            raise ArgumentError(f"{name} must have the length of x's last axis; got shapes {shapes}.")
+            raise ArgumentError(f"{name} must be a vector of the length of x's last axis; got shapes {shapes}.")
 
 
 def canonical_eps(eps: Any) -> float:

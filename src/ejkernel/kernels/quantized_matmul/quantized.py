@@ -58,6 +58,11 @@ class Quantized:
         if is_array(self.values) and is_array(self.scale):
             _check_parts("", self)
 
+    def __repr__(self) -> str:
+        leaves = (self.values, self.scale)
+        values, scale = (f"{leaf.dtype}{list(leaf.shape)}" if is_array(leaf) else repr(leaf) for leaf in leaves)
+        return f"Quantized(values={values}, scale={scale}, block={self.block})"
+
     def tree_flatten_with_keys(self) -> tuple[Any, Block]:
         """Return the leaves with their names, and the blocks."""
         key = jax.tree_util.GetAttrKey
