@@ -5,6 +5,7 @@ import dataclasses
 import datetime
 import itertools
 import json
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -364,9 +365,10 @@ def test_a_long_step_is_not_compared(program, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_interruption_leaves_the_winners_saved_for_a_later_comparison(program, capsys, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_leaves_the_winners_saved_for_a_later_comparison(program, capsys, monkeypatch, number):
     def stop(*_):
-        raise KeyboardInterrupt
+        signal.raise_signal(number)
 
     with monkeypatch.context() as patch:
         patch.setattr(step_check, "compare_step", stop)

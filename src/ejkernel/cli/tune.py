@@ -266,7 +266,8 @@ def _checked(
     options: TuneOptions, check: StepCheck, result: AutotuningResult, found: Found, seconds: float
 ) -> Checked | None:
     try:
-        return check.run(seconds, None if options.time is None else options.time - seconds)
+        with _ended_like_ctrl_c():
+            return check.run(seconds, None if options.time is None else options.time - seconds)
     except KeyboardInterrupt:
         if result.searches:
             click.echo(report.searches(result, verbose=options.verbose, times=found.times), err=True)
@@ -431,13 +432,7 @@ def _advice(event: WorkerRestarted, told: list[str]) -> str:
 
 @contextlib.contextmanager
 def _announcing_the_stop(console: Console) -> Iterator[None]:
-    """Print a message at Ctrl-C: the running search may take a while to end.
-
-    SIGTERM and SIGHUP count as Ctrl-C. A scheduler or `timeout` sends the former, a closed terminal the latter; without
-    a handler, the measurements of the running search would be lost.
-    """
-    # Not those that `nohup` ignores.
-    others = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    """Print a message at Ctrl-C: the running search may take a while to end."""
     first = "stopping with the best so far, which is saved; Ctrl-C again stops at once"
     texts = itertools.chain([first], itertools.repeat("stopping at once, without the measurements of this search"))
 
@@ -446,8 +441,24 @@ def _announcing_the_stop(console: Console) -> Iterator[None]:
             console.print(next(texts), highlight=False)
         signal.default_int_handler(number, frame)
 
-    before = {signal.SIGINT: signal.signal(signal.SIGINT, stop)}
-    before |= {each: signal.signal(each, lambda *_: signal.raise_signal(signal.SIGINT)) for each in others}
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        with _ended_like_ctrl_c():
+            yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _ended_like_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP count as Ctrl-C.
+
+    A scheduler or `timeout` sends the former, a closed terminal the latter; without a handler, the measurements of the
+    running search would be lost.
+    """
+    # Not those that `nohup` ignores.
+    others = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    before = {each: signal.signal(each, lambda *_: signal.raise_signal(signal.SIGINT)) for each in others}
     try:
         yield
     finally:
