@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._varying import unify_varying
+
 from .common import as_bits, from_bits, sorted_before
 
 _limits: Any = jnp.finfo  # it has no annotations
@@ -20,6 +22,7 @@ def appended(
     scales: tuple[jax.Array | None, jax.Array | None],
 ) -> jax.Array:
     """Return the cache with the new tokens' keys and values; see `ejkernel.modules.append_to_pages`."""
+    kv_pages, new_tokens, batch, scales = unify_varying((kv_pages, new_tokens, batch, scales))
     (k, v), (page_table, query_offsets, kv_lengths), (k_scale, v_scale) = new_tokens, batch, scales
     if not page_table.size or not k.shape[0]:
         return kv_pages
