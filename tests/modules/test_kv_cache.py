@@ -106,6 +106,7 @@ def test_pages_are_copied_within_the_cache():
     before = np.asarray(cache)
     after = np.asarray(copy_pages(cache, jnp.array([1, 0, 2]), jnp.array([3, -1, 9])))
     np.testing.assert_array_equal(after, before[[0, 1, 2, 1]])
+    assert copy_pages(cache[:0], jnp.array([1]), jnp.array([0])).shape == (0, PAGE, 1, 2, 2)
 
 
 @pytest.mark.parametrize("wide", [False, True])

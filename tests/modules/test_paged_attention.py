@@ -270,6 +270,20 @@ def test_the_call_of_other_libraries_writes_and_attends(form):
     np.testing.assert_allclose(out, want[..., :12], atol=1e-6)
 
 
+@pytest.mark.slow
+def test_the_call_of_other_libraries_takes_numpy_arrays_inside_jit():
+    q, pages, *batch = batch_of(MIXED, head_dim=16)
+    table, offsets, lengths = map(np.asarray, batch)
+    own = {"sm_scale": 0.25, "update_kv_cache": False}
+
+    def run(count):
+        cache = FORMS["alternating heads"](pages)
+        return ragged_paged_attention(q, None, None, cache, lengths, table, offsets, count, **own)[0]
+
+    want = paged_attention(q, pages, *batch, softmax_scale=0.25)
+    np.testing.assert_allclose(jax.jit(run)(jnp.array([len(lengths)])), want, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

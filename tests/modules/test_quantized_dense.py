@@ -257,6 +257,12 @@ def test_rejected_arguments_of_a_trained_layer_are_named():
             quantized_dense(call.pop("x"), call.pop("w"), **call)
 
 
+@pytest.mark.parametrize("sizes", [None, "4", jnp.ones(2), jnp.ones((2, 1), jnp.int32), jnp.ones(3, jnp.int32)])
+def test_rejected_sizes_of_groups_are_named(sizes):
+    with pytest.raises(ArgumentError, match="group_sizes must be"):
+        quantized_grouped_dense(normal(4, 16), normal(2, 16, 4), sizes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [None, 128])
 @pytest.mark.parametrize(("rows", "inner"), [((0,), 32), ((2, 0), 32), ((3,), 0)])

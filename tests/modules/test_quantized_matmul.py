@@ -239,7 +239,7 @@ def test_a_scale_may_be_a_python_number():
     x = jnp.ones((2, 4), E4M3)
     found = quantized_matmul(x, jnp.ones((4, 3), E4M3), x_scale=2, w_scale=0.5)
     np.testing.assert_array_equal(found, jnp.full((2, 3), 4.0))
-    with pytest.raises(ArgumentError, match=r"x must be an array and its scale an array or a number; got .* and bool"):
+    with pytest.raises(ArgumentError, match=r"x must be an array and x_scale an array or a number; got .* and bool"):
         quantized_matmul(x, x.T, x_scale=True, w_scale=1.0)
 
 
@@ -250,6 +250,14 @@ def test_a_vector_of_scales_has_one_for_each_column(entries):
     x, w = jnp.ones((4, 64), jnp.bfloat16), jnp.ones((128, 64), jnp.int8)
     with pytest.raises(ArgumentError, match="w_scale must be a number, a vector of 128 numbers"):
         quantized_matmul(x, w, w_scale=jnp.ones(entries), transpose_w=True)
+
+
+@pytest.mark.parametrize("flag", [np.True_, jnp.asarray(True)], ids=["NumPy", "JAX"])
+def test_scales_of_columns_follow_a_flag_of_any_kind(flag):
+    """With as many columns as `k`, the axis of a vector of scales depends on `transpose_w` alone."""
+    x, w = jnp.eye(8, dtype="int8"), jnp.ones((8, 8), jnp.int8)
+    found = quantized_matmul(x, w, x_scale=np.float32(1), w_scale=jnp.arange(8.0), transpose_w=flag)
+    np.testing.assert_array_equal(found, jnp.broadcast_to(jnp.arange(8.0), (8, 8)))
 
 
 def test_a_plain_array_takes_its_scale_by_shape():
@@ -339,6 +347,14 @@ def test_shards_of_blocks_must_begin_and_end_with_a_block():
         (lambda: {"accumulation": "coarse"}, "accumulation must be one of exact, fast"),
         (lambda: {"transpose_w": 1}, "transpose_w must be True or False"),
         (
+            lambda: {"w": jnp.ones((4, 16), "int8"), "w_scale": jnp.ones(4), "transpose_w": 1},
+            "transpose_w must be True or False",
+        ),
+        (
+            lambda: {"w": jnp.ones((16, 4), "int8"), "w_scale": jnp.ones(4, "int32")},
+            "w_scale must have dtype float32 or bfloat16, got int32",
+        ),
+        (
             lambda: {"preferred_element_type": "int32"},
             "preferred_element_type must be one of bfloat16, float16, float32",
         ),
@@ -366,8 +382,10 @@ def test_rejected_arguments_are_named(change, message):
         ({"axis": ()}, r"axis must name an axis along which elements share a scale, or be None; got \(\)"),
         ({"block": 0}, "block must be a positive integer or None"),
         ({"block": (1, 2)}, "block must be a positive integer or None for each axis"),
-        ({"stochastic": True}, "stochastic must be a PRNG key"),
-        ({"stochastic": 0}, "stochastic must be a PRNG key or False, got 0"),
+        ({"block": b"x"}, "block must be a positive integer or None for each axis"),
+        ({"stochastic": True}, "stochastic must be one PRNG key"),
+        ({"stochastic": 0}, "stochastic must be one PRNG key or False, got 0"),
+        ({"stochastic": jax.random.split(jax.random.key(0))}, "stochastic must be one PRNG key or False, got"),
         ({"x": jnp.ones((2, 2), "int32")}, "x must be a floating-point array"),
     ],
 )

@@ -95,9 +95,7 @@ def unchecked(compute: Callable[[], Any], like: Any) -> Any:
     from jax._src import config
 
     axes = tuple(sorted(varying_axes(like)))
-    with jax.enable_x64(False):
-        if not axes:
-            return compute()
-        with config._check_vma(False):
-            out = compute()
-    return jax.lax.pcast(out, axes, to="varying")
+    # Inside `shard_map` also where no argument varies: JAX wants the axes of every result declared.
+    with jax.enable_x64(False), config._check_vma(False):
+        out = compute()
+    return jax.lax.pcast(out, axes, to="varying") if axes else out

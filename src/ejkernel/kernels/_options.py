@@ -14,14 +14,15 @@ import numpy as np
 from ejkernel.kernels._numbers import is_number
 from ejkernel.ops.errors import ArgumentError, ConfigError
 from ejkernel.ops.utils.messages.names import did_you_mean
-from ejkernel.ops.utils.values.scalars import given_text
+from ejkernel.ops.utils.values.scalars import Takes, given_text, python_numbers
 from ejkernel.ops.utils.values.signature import is_array, is_known
 
 POSITIVE: Final = range(1, 1 << 62)
 
 
 def canonical_flag(name: str, value: Any) -> bool:
-    """Return a Python or NumPy boolean as a bool."""
+    """Return a boolean of Python, NumPy or JAX as a bool."""
+    value = python_numbers(value, Takes.NUMBERS)
     if not isinstance(value, bool | np.bool_):
         raise ArgumentError(f"{name} must be True or False, got {given_text(value)}.")
     return bool(value)

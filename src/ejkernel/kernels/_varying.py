@@ -30,10 +30,23 @@ def unify_varying(tree: Tree) -> Tree:
     return unified
 
 
+def all_varying(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` with arguments and results that vary over the union of the arguments' mesh axes.
+
+    The results of a Mosaic GPU kernel do not say that they vary, and gradients would be summed over devices wrongly.
+    """
+
+    def run(*args: Any) -> Any:
+        args = unify_varying(args)
+        return unify_varying((function(*args), args))[0]
+
+    return run
+
+
 def one_by_one(function: Callable[..., Any], *args: Any) -> Any:
     """Return `function(*args)`; under `vmap` it runs on one example after another."""
     sequential: Any = sequential_vmap  # it has no annotations
-    return sequential(function)(*unify_varying(args))
+    return all_varying(sequential(function))(*args)
 
 
 def of_any_example(condition: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from ejkernel import compat
 from ejkernel.kernels._options import type_text
+from ejkernel.kernels.grouped_matmul._arguments import check_sizes
 from ejkernel.kernels.quantized_matmul.operation import OUTPUTS
 from ejkernel.kernels.quantized_matmul.quantized import LARGEST, Quantized, canonical_dtype, quantize_by
 from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
@@ -169,6 +170,7 @@ def quantized_grouped_dense(
     recipe = _recipe(dtype, gradient_dtype, accumulation, implementation)
     if block not in (None, BLOCK):
         raise ArgumentError(f"block must be {BLOCK} or None; got {block!r}.")
+    check_sizes(group_sizes, rhs.shape[0])
     layer = _blocked_groups if block else _grouped
     return layer(recipe, _of_floats("lhs", lhs), _of_floats("rhs", rhs), jnp.asarray(group_sizes))
 

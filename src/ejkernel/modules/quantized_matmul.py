@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from ejkernel.kernels._hopper import DTYPES as _NARROW
 from ejkernel.kernels._numbers import is_integer
-from ejkernel.kernels._options import type_text
+from ejkernel.kernels._options import canonical_flag, type_text
 from ejkernel.kernels.quantized_matmul.operation import QuantizedMatmul as QuantizedMatmul
 from ejkernel.kernels.quantized_matmul.operation import QuantizedMatmulConfig as QuantizedMatmulConfig
 from ejkernel.kernels.quantized_matmul.operation import flat, flat_block
@@ -270,8 +270,9 @@ def quantized_matmul(
         ConfigError: `cfg` and `implementation` name different implementations, or `cfg` does not fit the call.
         UnsupportedError: `implementation` cannot run this call, or a quantised operand is differentiated.
     """
+    transpose_w = canonical_flag("transpose_w", transpose_w)
     x, x_scale, x_block = _operand("x", x, x_scale, 0)
-    w, w_scale, w_block = _operand("w", w, w_scale, 0 if transpose_w is True else 1)
+    w, w_scale, w_block = _operand("w", w, w_scale, 0 if transpose_w else 1)
     options: dict[str, Any] = {
         "preferred_element_type": preferred_element_type,
         "accumulation": accumulation,
@@ -363,5 +364,5 @@ def _operand(name: str, array: Any, scale: Any, axis: int) -> tuple[Any, Any, Bl
                 f"an array with the rank of {name}; got {type_text(scale)} for {name} {type_text(array)}."
             )
         scale = scale.reshape((-1, 1) if axis == 0 else (1, -1))
-    found = given_scale(name, array, scale)
+    found = given_scale(name, array, scale, f"{name}_scale")
     return *without_gradient(found.values, found.scale), found.block

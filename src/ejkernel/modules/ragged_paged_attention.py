@@ -102,7 +102,7 @@ def ragged_paged_attention(  # noqa: PLR0917 - the order of the kernels for TPUs
     count = jnp.clip(distribution[-1], 0, sequences)
     batch = (
         _table(page_indices, sequences),
-        jnp.where(number <= count, cu_q_lens, cu_q_lens[count]),
+        jnp.where(number <= count, cu_q_lens, jnp.asarray(cu_q_lens)[count]),
         jnp.where(number[:-1] < count, kv_lens, 0),
     )
     scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}

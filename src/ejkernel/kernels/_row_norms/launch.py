@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from ejkernel.kernels._varying import one_by_one, unify_varying
+from ejkernel.kernels._varying import all_varying, one_by_one
 
 from .common import Formula
 from .plan import RowNormParams, RowNormPlan
@@ -49,7 +49,7 @@ def normalize(
         found = _run(plan, (arrays[:count], (), arrays[count:]), stats, interpret)
         return *(x.reshape(shape) for x in found[:count]), *(x.reshape(shape[:-1]) for x in found[count:])
 
-    found: tuple[jax.Array, ...] = folded(compute, count)(*unify_varying((*rows, *vectors)))
+    found: tuple[jax.Array, ...] = folded(compute, count)(*rows, *vectors)
     return found
 
 
@@ -144,4 +144,4 @@ def folded(compute: Callable[..., tuple[jax.Array, ...]], rows: int) -> Any:
         return out, (True,) * len(out)
 
     found.def_vmap(rule)
-    return found
+    return all_varying(found)

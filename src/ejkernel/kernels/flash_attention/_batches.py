@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from ejkernel.kernels._varying import all_varying
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.signature import is_array
 
@@ -111,5 +112,4 @@ def fold_examples(
         return tuple(found), (True,) * len(found)
 
     folded.def_vmap(rule)
-    with_rule: Callable[..., tuple[jax.Array, ...]] = folded
-    return with_rule
+    return all_varying(folded)

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel import compat
-from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.messages.names import NamedFields
@@ -173,7 +172,7 @@ def _by_capacity(
         found: tuple[Any, ...] = lax.switch(index, [*branches, lambda *arrays: tuple(plain(*arrays))], *arrays)
         return found
 
-    return fold_examples(chosen)(*unify_varying(tuple(arrays)))
+    return fold_examples(chosen)(*arrays)
 
 
 def _branch(packed: Callable[..., Any], size: int) -> Callable[..., Any]:

@@ -90,10 +90,10 @@ def by_tiles(
         block: Rows of a tile.
     """
     rows, count = out.shape[0], jax.tree.leaves(rhs)[0].shape[0]
+    lhs, rhs, groups, out = unify_varying((lhs, rhs, groups, out))  # an empty result, too, has the type of others
     if not rows or not count:
         return out
     spans = row_spans(groups, rows, count)
-    lhs, rhs, spans, out = unify_varying((lhs, rhs, spans, out))
     block = min(block, rows)
 
     def step(out: jax.Array, tile: Tile) -> tuple[jax.Array, None]:
@@ -113,10 +113,10 @@ def weights_gradient(
     """Return the gradient `[count, k, n]` in the accumulator dtype; see `grouped_matmul_wgrad`."""
     rows, sum_dtype = lhs.shape[0], accumulator(lhs.dtype)
     out = jnp.zeros((count, lhs.shape[1], rhs.shape[1]), sum_dtype)
+    lhs, rhs, groups, out = unify_varying((lhs, rhs, groups, out))
     if not out.shape[0] or not rows:
         return out
     spans = row_spans(groups, rows, count)
-    lhs, rhs, spans, out = unify_varying((lhs, rhs, spans, out))
     block = min(block, rows)
     # On CPUs XLA has no bfloat16 product with a float32 result for one of the layouts that `vmap` leads to.
     dtype = sum_dtype if compat.target_kind() == "cpu" else lhs.dtype

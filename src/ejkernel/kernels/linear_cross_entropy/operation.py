@@ -42,6 +42,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.kernels._options import int32
+from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.sharding.split import CallPart
@@ -109,7 +110,8 @@ class _OnLogits(Operation[_Cfg, LinearCrossEntropyCall, Results], Generic[_Cfg])
         """Return the statistics and the operation's other results."""
         flat, batch = _flattened(args)
         if not all(flat[0].shape[:1]):
-            return self._of_no_tokens(args, options)
+            found, _ = unify_varying((self._of_no_tokens(args, options), args))
+            return found
         found = self._shares(super().run(*flat, cfg=cfg, **options), options)
         return _with_tokens(found, options, batch)
 

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._varying import unify_varying
+
 from .common import as_bits, from_bits, sorted_before
 
 _limits: Any = jnp.finfo  # it has no annotations
@@ -20,6 +22,7 @@ def appended(
     scales: tuple[jax.Array | None, jax.Array | None],
 ) -> jax.Array:
     """Return the cache with the new tokens' keys and values; see `ejkernel.modules.append_to_pages`."""
+    kv_pages, new_tokens, batch, scales = unify_varying((kv_pages, new_tokens, batch, scales))
     (k, v), (page_table, query_offsets, kv_lengths), (k_scale, v_scale) = new_tokens, batch, scales
     if not page_table.size or not k.shape[0]:
         return kv_pages
@@ -53,6 +56,8 @@ def _quantised(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.A
 
 def copied(kv_pages: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
     """Return the cache with the pages `sources` at `targets`; see `ejkernel.modules.copy_pages`."""
+    if not kv_pages.shape[0]:
+        return kv_pages
     targets = jnp.where(targets < 0, kv_pages.shape[0], targets)
     new = from_bits(as_bits(kv_pages)[jnp.clip(sources, 0, kv_pages.shape[0] - 1)], kv_pages.dtype)
     return _written(kv_pages, (targets,), new)

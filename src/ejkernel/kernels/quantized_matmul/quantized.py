@@ -26,6 +26,7 @@ from ejkernel.ops.core.sharding.rule import WHOLE_BLOCKS
 from ejkernel.ops.core.sharding.split import mesh_axes
 from ejkernel.ops.errors import ArgumentError, UnsupportedError
 from ejkernel.ops.utils.error_text import value_text
+from ejkernel.ops.utils.values.scalars import Takes, python_numbers
 from ejkernel.ops.utils.values.signature import is_array, is_known
 
 Block = tuple[int | None, ...]
@@ -141,7 +142,7 @@ def quantize(
     blocks = _canonical_block(block, axis, len(x.shape))
     if not (stochastic is False or _is_key(stochastic)):
         raise ArgumentError(
-            f"stochastic must be a PRNG key or False, got {value_text(stochastic)}; pass jax.random.key(seed)."
+            f"stochastic must be one PRNG key or False, got {value_text(stochastic)}; pass jax.random.key(seed)."
         )
     key = () if stochastic is False else (stochastic,)
     x = jnp.asarray(x)
@@ -290,20 +291,26 @@ def _check_parts(prefix: str, array: Quantized) -> None:
         )
 
 
-def given_scale(name: str, values: Any, scale: Any) -> Quantized:
+def given_scale(name: str, values: Any, scale: Any, scale_name: str = "scale") -> Quantized:
     """Return numbers with their scales, and the blocks that the shapes tell.
 
     Args:
         name: The argument of `values`, for messages.
         values: The numbers.
         scale: A number for the whole array, or an array of the same rank whose sizes are 1 or divide those of `values`.
+        scale_name: The argument of `scale`, for messages.
     """
+    scale = python_numbers(scale, Takes.STATIC)
     if isinstance(scale, int | float) and not isinstance(scale, bool):
         scale = jnp.float32(scale)
     if not is_array(values) or not is_array(scale):
         raise ArgumentError(
-            f"{name} must be an array and its scale an array or a number; got {type_text(values)} and "
+            f"{name} must be an array and {scale_name} an array or a number; got {type_text(values)} and "
             f"{type_text(scale)}."
+        )
+    if str(scale.dtype) not in SCALE_DTYPES:
+        raise ArgumentError(
+            f"{scale_name} must have dtype {' or '.join(SCALE_DTYPES)}, got {type_text(scale)}; cast it."
         )
     shape = tuple(values.shape)
     if len(scale.shape) == 0:
@@ -313,7 +320,7 @@ def given_scale(name: str, values: Any, scale: Any) -> Quantized:
         entries != 1 and (not entries or size % entries) for size, entries in pairs
     ):
         raise ArgumentError(
-            f"the scale of {name} must be a number, or have the rank of {name} and sizes that divide {shape}; got "
+            f"{scale_name} must be a number, or have the rank of {name} and sizes that divide {shape}; got "
             f"{type_text(scale)}. With a shorter last block, pass Quantized(values, scale, block)."
         )
     return Quantized(values, scale, tuple(None if entries == 1 else size // entries for size, entries in pairs))
@@ -364,7 +371,7 @@ def _canonical_block(block: Any, axis: Any, rank: int) -> Block:
     numbers = [a % rank for a in axes]
     if len(set(numbers)) < len(numbers):
         raise ArgumentError(f"axis must name each axis once; got {axis!r}.")
-    sizes = block if isinstance(block, Sequence) and not isinstance(block, str) else [block] * len(numbers)
+    sizes = block if isinstance(block, Sequence) and not isinstance(block, str | bytes) else [block] * len(numbers)
     if len(sizes) != len(numbers) or not all(map(_is_size, sizes)):
         raise ArgumentError(f"block must be a positive integer or None for each axis of {tuple(axes)}; got {block!r}.")
     found: dict[int, Any] = dict(zip(numbers, sizes, strict=True))
@@ -372,7 +379,10 @@ def _canonical_block(block: Any, axis: Any, rank: int) -> Block:
 
 
 def _is_key(key: Any) -> bool:
-    return is_array(key) and (jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.dtype == np.uint32)
+    if not is_array(key):
+        return False
+    typed = bool(jnp.issubdtype(key.dtype, jax.dtypes.prng_key))
+    return (typed or key.dtype == np.uint32) and len(key.shape) == (0 if typed else 1)
 
 
 def _is_size(size: Any) -> bool:

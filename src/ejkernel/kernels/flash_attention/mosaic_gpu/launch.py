@@ -75,7 +75,7 @@ def forward(operands: Operands, rules: Rules, params: ForwardParams, *, interpre
     late = operands.sinks if any(x is not None for x in row_terms) else None
     extras = _extras(operands if late is None else operands._replace(sinks=None), plan)
     inputs = ForwardInputs(query, key, value, schedule=schedule(plan), **extras)
-    out, lse = launch(plan, inputs, types, interpret)
+    (out, lse), _ = unify_varying((launch(plan, inputs, types, interpret), operands))
     out, lse = _with_row_terms(out[..., : operands.value.shape[3]], lse[..., : plan.queries], *row_terms)
     return (out, lse) if late is None else with_sinks(out, lse, late)
 

@@ -27,7 +27,6 @@ from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 from ejkernel.kernels._hopper.products import accumulate, multiply_stages
 from ejkernel.kernels._hopper.tile_shapes import PIECE, REGISTERS, ROWS, STEP, WARPGROUPS
 from ejkernel.kernels._numbers import LOG2_E
-from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.flash_attention._batches import fold_examples
 from ejkernel.kernels.flash_attention._xla_blocks import over_examples
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Gradients, Operands, Residuals, Rules, describe
@@ -84,7 +83,7 @@ def forward_of_wide(operands: Operands, rules: Rules, params: ForwardParams, *, 
     def attend(operands: Operands) -> tuple[jax.Array, ...]:
         return _by_examples(lambda plan, operands: _attend(operands, plan, interpret), (operands,), rules, params)
 
-    out, lse = fold_examples(attend)(unify_varying(operands))
+    out, lse = fold_examples(attend)(operands)
     return out, lse
 
 
@@ -105,7 +104,7 @@ def backward_of_wide(
 
         return _by_examples(of_examples, arrays, rules, params)
 
-    dquery, dkey, dvalue = fold_examples(pull)(*unify_varying((operands, residuals, dout)))
+    dquery, dkey, dvalue = fold_examples(pull)(operands, residuals, dout)
     return dquery, dkey, dvalue, None
 
 

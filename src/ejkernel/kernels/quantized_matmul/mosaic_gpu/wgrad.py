@@ -105,8 +105,9 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
             sums = lax.cond(tile.end > 0, lambda: sums, zeros)
             return step + tile.steps, sums, tile
 
-        zero = jnp.int32(0)
-        _, *last = self._each_tile(compute, (zero, zeros(), WgradTile(*[zero] * len(WgradTile._fields))))
+        # Without steps, so that nothing is stored; numbers of the table have the type of a carry inside `shard_map`.
+        nothing = self._tile(0)._replace(steps=jnp.int32(0))
+        _, *last = self._each_tile(compute, (jnp.int32(0), zeros(), nothing))
         store(*last)
         plgpu.wait_smem_to_gmem(0)
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.grouped_matmul.common import Groups, clipped_sizes, row_ends, taken_apart
 
 from .common import BLOCK
@@ -45,6 +46,7 @@ def in_columns(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
     within = jnp.arange(BLOCK, dtype=jnp.int32)
     rows, own = (table[:, :1] + within).reshape(-1), (within < table[:, 1:]).reshape(-1, 1)
     found = x.at[rows].get(mode="clip") if len(x) else jnp.zeros((len(rows), x.shape[1]), x.dtype)
+    found, _ = unify_varying((found, x))
     return jnp.where(own, found, jnp.zeros_like(found)).T
 
 

@@ -11,7 +11,6 @@ import jax
 from ejkernel.kernels._row_norms import implementation
 from ejkernel.kernels._row_norms.launch import folded
 from ejkernel.kernels._row_norms.plan import RowNormParams
-from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
@@ -71,5 +70,5 @@ def normalized(
         return values.reshape(shape), scale.reshape(*shape[:-1], -1), *(x.reshape(shape) for x in sums)
 
     vectors = [] if weight is None else [weight]
-    found: tuple[jax.Array, ...] = folded(compute, count)(*unify_varying((x, *residual, *vectors)))
+    found: tuple[jax.Array, ...] = folded(compute, count)(x, *residual, *vectors)
     return found
