@@ -116,7 +116,7 @@ def given_constraints(constraints: Any) -> list[Callable[..., Any]]:
 
 def described(holds: Callable[..., Any]) -> str:
     """Return the name and source location of a constraint, for messages."""
-    return f"the constraint {where(holds)}"
+    return f"the constraint {where(inspect.unwrap(holds))}"
 
 
 def cost_of(constraint: Constraint, names: Sequence[str]) -> int:
