@@ -52,6 +52,12 @@ def test_each_call_counts_once():
     assert "3 calls have no saved configuration yet, so EJKERNEL_ON_MISS=error raises." in lines[-1]
 
 
+def test_a_call_that_keeps_its_entry_and_was_not_started_cannot_continue():
+    first, late = call(8), call(16)
+    lines = summary([first, late], [found(first)], saved=[first, late], not_started=[late])
+    assert lines[-1] == "not started, because the time was over: reported@v0 f32[16,8]"
+
+
 def test_a_failed_call_is_not_called_unfinished():
     lines = summary([call()], [])
     assert lines[0].endswith("1 failed; none saved yet")

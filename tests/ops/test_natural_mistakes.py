@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel.ops as ops
+from ejkernel.modules import rms_norm
 from ejkernel.ops import (
     AutotunePolicy,
     Kernel,
@@ -129,6 +130,11 @@ def test_a_misspelt_name_of_the_package_has_a_suggestion():
 def test_groups_of_checks_are_a_list_of_known_names(without, says):
     with pytest.raises(ArgumentError, match=says):
         check_kernel(Product("product"), X, X, without=without)
+
+
+def test_a_missing_argument_of_an_operation_names_no_line_of_a_decorator():
+    with pytest.raises(CallError, match=r"^rms_norm: missing a required argument: 'x'"):
+        autotune(rms_norm)
 
 
 def test_a_check_without_arguments_or_with_wrong_configurations_is_an_error():

@@ -529,6 +529,37 @@ def test_without_a_backward_jax_differentiates_the_forward():
     np.testing.assert_array_equal(jax.grad(lambda x: SCALE(x, cfg=PLAIN).sum())(EVEN), jnp.full(6, 2.0))
 
 
+class Bare(Plain):
+    name = "bare"
+
+    def forward(self, call, x, *, params):
+        return x * 2
+
+
+class Triple(Plain):
+    name = "triple"
+
+    def forward(self, call, x, *, params):
+        return x * 2, x, x
+
+
+class BareConfig(OperationConfig):
+    pass
+
+
+class WithBare(Operation[BareConfig, ScaleCall, jax.Array]):
+    implementations = Implementations({"bare": Bare(), "triple": Triple()})
+    prepare, describe = Scale.prepare, Scale.describe
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, lambda f: jax.grad(lambda x: f(x).sum())])
+@pytest.mark.parametrize(("name", "given"), [("bare", r"JitTracer|an array float32\[6\]"), ("triple", "3 items")])
+def test_a_forward_without_residuals_must_say_so(name, given, transform):
+    wrong = rf"{name.title()}\.forward must return \(output, residuals\), got .*({given}); without residuals, "
+    with pytest.raises(KernelError, match=wrong):
+        transform(functools.partial(WithBare(), implementation=name))(EVEN)
+
+
 @pytest.mark.slow
 def test_tangents_and_second_derivatives_need_an_implementation_that_jax_can_differentiate():
     for x in (EVEN, ODD):

@@ -80,7 +80,8 @@ def _run(arguments: list[str] | None) -> int:
         # Standalone mode would exit the process, also that of a test.
         status = cli.main(arguments, prog_name="ejkernel", standalone_mode=False, obj=Process(arguments is None))
     except click.UsageError as error:
-        click.UsageError(f"{error.format_message()}{_advice_on(error)}", error.ctx).show()
+        advice = _advice_on(error)
+        (click.UsageError(f"{error.format_message()}{advice}", error.ctx) if advice else error).show()
         return error.exit_code
     except click.ClickException as error:
         _echo_error(error.format_message())

@@ -191,7 +191,7 @@ def _print(options: BenchOptions, result: _Result) -> None:
 def _roofline(cost: Cost | None, peak: Peak | None) -> str:
     """Return a sentence about what limits the call on this device."""
     if cost is None or cost.bytes <= 0:
-        return "The kernel defines no cost, so there is no roofline."
+        return "The kernel defines no cost of this call, so there is no roofline."
     intensity = cost.flops / cost.bytes
     if peak is None:
         return f"{intensity:.3g} FLOP per byte. The peak of this device is not known; --measure-peak measures it."

@@ -89,8 +89,8 @@ class TuneOutcome:
 
     @property
     def _can_continue(self) -> int:
-        """The number of searches that another run continues or starts."""
-        return len(self._open()) + len(self.not_started)
+        """The number of searches that another run continues or starts; with an entry, only `--force` starts one."""
+        return len(self._open()) + sum(not self.has_entry(inv) for inv in self.not_started)
 
     @property
     def _lacks_references(self) -> bool:

@@ -130,6 +130,7 @@ from ejkernel.compat.tracing import observable as observable
 from ejkernel.compat.tracing import ordered_effects as ordered_effects
 from ejkernel.compat.tracing import origins as origins
 from ejkernel.compat.tracing import outer_effects as outer_effects
+from ejkernel.compat.tracing import outside_traces as outside_traces
 from ejkernel.compat.tracing import pytree_node as pytree_node
 from ejkernel.compat.tracing import register_batching as register_batching
 from ejkernel.compat.tracing import register_discharge as register_discharge

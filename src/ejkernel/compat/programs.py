@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -278,11 +279,17 @@ def without_our_frames(error: _E) -> _E:
 def pointing_at_the_call(kind: type[Exception]) -> Iterator[None]:
     """Show the line of the call being lowered in the traceback of errors of this kind.
 
-    JAX does so too, but repeats the whole message there.
+    JAX does so too, but repeats the whole message there. It lowers an inner function while it handles a `KeyError` of
+    its cache, with the text of the whole function; the traceback leaves that error out.
     """
+    handled = sys.exception()
     try:
         yield
     except kind as error:
+        last: BaseException = error
+        while last.__context__ is not None and last.__context__ is not handled:
+            last = last.__context__
+        last.__context__ = None
         source: Any = _source_info.current().traceback if _points_at_lines else None
         if source is not None and not _source_info.has_user_context(error):
             lines = _traceback_util.filter_traceback(source.as_python_traceback())

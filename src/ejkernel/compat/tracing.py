@@ -29,6 +29,7 @@ _state_types: Any = state_types
 _HAS_CONSTS = hasattr(_core.Jaxpr, "with_consts")  # there is one class of jaxprs, instead of one with constants
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 make_user_context: Any = jax.make_user_context
+outside_traces: Callable[[], bool] = core.trace_state_clean
 # `jax.extend.core` exports this class, but imports Pallas, which took a third of the time of `import ejkernel.ops`.
 Primitive: Any = type(jax.lax.add_p)
 

@@ -15,7 +15,7 @@ import jax
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.core.hooks import warn_of_misspelt_hooks
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
-from ejkernel.ops.utils.error_text import error_text, example_text
+from ejkernel.ops.utils.error_text import error_text, example_text, value_text
 from ejkernel.ops.utils.fingerprint import TPU_NAMES, name_of_device
 from ejkernel.ops.utils.messages.names import NamedFields, did_you_mean
 from ejkernel.ops.utils.services import Shown
@@ -136,7 +136,10 @@ class Implementation(Generic[CallT]):
 
     def output(self, call: CallT, /, *args: Any, params: Any) -> Any:
         """Return only the output; by default that of `forward`. Override it if skipping the residuals is faster."""
-        return self.forward(call, *args, params=params)[0]
+        found: object = self.forward(call, *args, params=params)
+        if isinstance(found, tuple) and len(found) == 2:  # not of a mere array, of which [0] is the first row
+            return found[0]
+        raise without_residuals(self, found)
 
     def backward(
         self, call: CallT, residuals: Any, out: Any, cotangents: tuple[Any, ...], /, *args: Any, params: Any
@@ -155,7 +158,7 @@ class Implementation(Generic[CallT]):
         """
 
         def run(*args: Any) -> Any:
-            return self.forward(dataclasses.replace(call, backward=False), *args, params=params)[0]
+            return Implementation.output(self, dataclasses.replace(call, backward=False), *args, params=params)
 
         cotangent = cotangents if isinstance(out, tuple | list) else cotangents[0]
         found = jax.vjp(run, *args)[1](jax.tree.unflatten(jax.tree.structure(out), jax.tree.leaves(cotangent)))
@@ -178,6 +181,13 @@ class Implementation(Generic[CallT]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
+
+
+def without_residuals(implementation: Implementation[Any], found: object) -> KernelError:
+    """Return the error for a result of `forward` that is not the output with the residuals."""
+    given = f"{len(found)} items" if isinstance(found, tuple) else value_text(found)
+    name = type(implementation).__name__
+    return KernelError(f"{name}.forward must return (output, residuals), got {given}; without residuals, (output, ()).")
 
 
 def _gradient(gradient: Any) -> Any:

@@ -19,7 +19,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
-from ejkernel.ops.implementation import CallT, Implementation, Implementations, OperationConfig
+from ejkernel.ops.implementation import CallT, Implementation, Implementations, OperationConfig, without_residuals
 from ejkernel.ops.utils.fingerprint import platform_fingerprint, platform_kind, traced_for
 from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.values.signature import is_array
@@ -226,8 +226,11 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
     def fwd_with_residuals(self, *args: Any, cfg: OpCfg, **options: Any) -> tuple[Any, Any]:
         """Return the output, and the residuals of the implementation."""
-        found = self._differentiable("forward", self._running(cfg, args, options), args)
-        return cast("tuple[Any, Any]", found)
+        selected = self._running(cfg, args, options)
+        found = self._differentiable("forward", selected, args)
+        if isinstance(found, tuple) and len(found) == 2:
+            return found
+        raise without_residuals(selected.implementation, found)
 
     def vjp(
         self, residuals: Any, out: Any, cotangents: tuple[Any, ...], *args: Any, cfg: OpCfg, **options: Any

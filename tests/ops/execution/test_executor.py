@@ -483,3 +483,11 @@ def test_a_copied_cache_is_independent():
     other = copy.copy(cache)
     other.put("a", 2)
     assert (cache.get("a"), other.get("a")) == (1, 2)
+
+
+@pytest.mark.parametrize("cfg", [None, 1])
+def test_a_kernel_made_in_a_trace_may_be_called_with_constants(cfg):
+    def program(n):
+        return n * Times("made_in_a_trace")(X, cfg=cfg)
+
+    np.testing.assert_array_equal(jax.jit(program)(3.0), 3 * Times()(X, cfg=1))

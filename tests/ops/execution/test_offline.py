@@ -416,6 +416,21 @@ def test_progress_is_reported_by_call_and_a_failed_search_is_a_warning(chain, ke
     assert steps == [("Square", 0, 1), ("Square", 1, 1)]
 
 
+def test_configurations_without_a_data_form_fail_their_call_alone(chain, kernel):
+    class Functions(Square):
+        def heuristic_cfg(self, inv):
+            return jnp.sin
+
+        def config_space(self, inv):
+            return [jnp.sin, jnp.cos]
+
+    chain.tuner = Autotuner(rounds=1)
+    calls = [Invocation(kernel=Functions(), args=(X,)), Invocation(kernel=kernel, args=(X,))]
+    with pytest.warns(TuningWarning, match="Functions: configurations must be plain data, got <"):
+        result = tune_together(chain, [[SharedCall(inv=inv)] for inv in calls])
+    assert [search.inv.op_id for search in result.searches] == ["Square"]
+
+
 def test_a_result_keeps_its_searches(chain, kernel):
     chain.tuner = Autotuner(rounds=1)
     result = tune_invocations(chain, [Invocation(kernel=kernel, args=(X,))])

@@ -78,7 +78,7 @@ class Plans:
         """Run a call, and cache its compiled function.
 
         Raises:
-            Traced: An argument belongs to an outer trace.
+            Traced: An argument belongs to an outer trace, or a trace is under way and the call has no plan.
             ArgumentError: An argument is a type instead of an array.
         """
         # Get the table before the call: configurations may change during it, and this plan is too old for a new table.
@@ -102,6 +102,8 @@ class Plans:
         for array in arrays:
             if isinstance(array, jax.ShapeDtypeStruct):
                 raise _is_a_type(kernel, array)
+        if not compat.outside_traces():  # the kernel may be gone when the trace is lowered, and a plan with it
+            raise Traced
         values = (*args, *kwargs.values())
         types = _types_of(args, kwargs)
         if override is None and types not in table and all(map(_has_telling_type, values)):
@@ -177,7 +179,7 @@ def _scanned_plan(bind: Callable[[], Any], kernel: weakref.ref[Any], cfg: object
 
 
 class Traced(Exception):
-    """An argument is traced."""
+    """An argument is traced, or a trace is under way and the call has no plan."""
 
 
 def _scan(value: Any, key: list[Hashable], arrays: list[Any]) -> None:

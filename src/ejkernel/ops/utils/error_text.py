@@ -152,5 +152,5 @@ def _without_none(value: object) -> str:
 def where(function: object) -> str:
     """Return a function's name and, if known, its source file and line."""
     name = getattr(function, "__qualname__", None) or value_text(function)
-    code = getattr(function, "__code__", None)
+    code = None if hasattr(function, "__wrapped__") else getattr(function, "__code__", None)  # not a decorator's line
     return name if code is None else f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"

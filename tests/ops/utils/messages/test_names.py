@@ -107,6 +107,16 @@ def test_an_error_of_a_compiled_call_is_printed_once_with_the_line_of_the_call(m
     assert lines[-1] == "jax.jit(jax.grad(lambda x: rms_norm(x, W).sum()))(X)"
 
 
+def test_an_error_in_an_inner_function_does_not_print_its_program(monkeypatch, tmp_path):
+    monkeypatch.setenv("EJKERNEL_ON_MISS", "error")
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
+    with pytest.raises(NoConfigError) as raised:
+        jax.lax.scan(lambda x, _: (rms_norm(x, W), None), X, length=2)
+    text = "".join(traceback.format_exception(raised.value))
+    assert "KeyError" not in text
+    assert "lambda ;" not in text
+
+
 class RaisesTypeError(Scaled):
     def prepare(self, x, w):
         raise TypeError("its own")
@@ -262,3 +272,11 @@ def test_a_misspelt_value_is_an_error_with_the_nearest_one(call, message):
 def test_a_misspelt_command_is_an_error_with_the_nearest_one(capsys, arguments, message):
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["cache"]])
+def test_a_command_without_arguments_prints_its_help_once(capsys, arguments):
+    main(arguments)
+    printed = capsys.readouterr()
+    text = printed.out + printed.err
+    assert (text.count("Usage:"), text.count("Commands:"), text.count("Error")) == (1, 1, 0)

@@ -25,7 +25,7 @@ from ejkernel.ops.core.declared_names import why_not_decoded
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import EjkernelError, TuningError
+from ejkernel.ops.errors import EjkernelError, SerializationError, TuningError
 from ejkernel.ops.utils.formatting import compact
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,10 @@ class Saver:
             outcomes = tuple(Outcome(config=config, status=Status.SKIPPED) for config in configs[:1])
         if outcomes:
             data = AutotuneData(inv=inv, config=outcomes[0].config, outcomes=outcomes, seconds=seconds, why=str(error))
-            self.store.save(dataclasses.replace(data, not_saved="nothing was measured"))
+            try:
+                self.store.save(dataclasses.replace(data, not_saved="nothing was measured"))
+            except SerializationError as why:  # may be the reason for the failed search
+                logger.info("%s: the failed search has no log: %s", inv.op_id_v, why)
 
     def _save_call(self, key: ConfigKey, call: Invocation[Any, Any], found: Any) -> tuple[str | AdmissionError, Any]:
         """Save a search for one call; return why its configuration is not saved, if so, and the search with that."""

@@ -20,6 +20,7 @@ from ejkernel.ops.core.callspec import CallSpec, array_names
 from ejkernel.ops.core.hooks import Computation, has_residual_form, hook, overrides, writes_residual_form
 from ejkernel.ops.core.transformations.jax_residuals import forward_with_jax_residuals, gradients_from_jax_residuals
 from ejkernel.ops.errors import GradientError, KernelError
+from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.validation import noting
 from ejkernel.ops.utils.values.signature import is_array, is_inexact
 
@@ -236,7 +237,8 @@ class Forward:
             form = (choice.platform, choice.config)
             out = call_rule(kernel, "fwd_with_residuals", form, args, {"cfg": choice.config, **kwargs})
         if not (isinstance(out, tuple) and len(out) == 2):
-            raise GradientError(f"{kernel.op_id}: fwd_with_residuals must return (out, residuals), got {type(out)}.")
+            given = value_text(out)
+            raise GradientError(f"{kernel.op_id}: fwd_with_residuals must return (out, residuals), got {given}.")
         return out
 
     def _with_jax_residuals(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

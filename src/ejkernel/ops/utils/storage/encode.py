@@ -118,6 +118,8 @@ def _encode_object(value: object, path: str, depth: int) -> Any:
             return _encode(base(value), path, depth + 1)
     what = "a callable" if callable(value) else "a value"
     hint = "" if callable(value) or not hasattr(value, "__dict__") else "; make its class a frozen dataclass"
+    if isinstance(value, jnp.ndarray | np.ndarray):
+        hint = "; convert it to numbers with .tolist()"
     raise SerializationError(f"{path}: {what} of type {_type_name(value)} has no JSON form{hint}.")
 
 
