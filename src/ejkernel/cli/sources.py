@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import importlib
 import math
@@ -182,11 +183,8 @@ def find_in_worker(source: Source, mesh_devices: int | None = None) -> Found:
     # Lower for the platform of this machine's device, since its kernels run. In a new process: JAX fixes its number of
     # devices at the start, and these are CPU devices.
     elsewhere = dataclasses.replace(source, platform=device.partition(":")[0])
-    many = Worker()
-    try:
+    with contextlib.closing(Worker()) as many:
         found = many.call(_find_for_mesh, elsewhere, mesh_devices, doing=doing)
-    finally:
-        many.close()
     return found.on(device)
 
 

@@ -22,7 +22,7 @@ POSITIVE: Final = range(1, 1 << 62)
 
 def canonical_flag(name: str, value: Any) -> bool:
     """Return a boolean of Python, NumPy or JAX as a bool."""
-    value = python_numbers(value, Takes.NUMBERS)
+    value = value if isinstance(value, bool) else python_numbers(value, Takes.NUMBERS)
     if not isinstance(value, bool | np.bool_):
         raise ArgumentError(f"{name} must be True or False, got {given_text(value)}.")
     return bool(value)
