@@ -127,7 +127,7 @@ class ScaledSums:
     def _of_rows(self, step: Any, index: Any, warpgroup: Any) -> Any:
         """Return the scales of this consumer's rows."""
         rows = pl.ds(warpgroup * self.plan.part_rows, self.plan.part_rows)
-        stage = self.pipeline.stage(step + index)
+        stage = wrapped(step + index, self.pipeline.stages)
         return plgpu.load(self.memory.x_scale.at[stage, rows], layout=plgpu.Layout.WGMMA.reduce(1))
 
     def _of_squares(self, step: Any, index: Any, column: Any) -> list[Any]:

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import backend_for
+from ejkernel.kernels._hopper.device import wrapped
 from ejkernel.kernels._hopper.launch import plgpu, swizzled, tiled
 from ejkernel.kernels._hopper.tile_shapes import WARPGROUPS
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.tiles import lhs_shape, pipeline_types, run_kernel
@@ -112,7 +113,7 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
         plgpu.wait_smem_to_gmem(0)
 
     def _of_square(self, step: Any, index: Any, square: Any) -> Any:
-        return self.memory.w_scale[self.pipeline.stage(step + index), self.first_square + square]
+        return self.memory.w_scale[wrapped(step + index, self.pipeline.stages), self.first_square + square]
 
     def _terms(self, found: Any, factors: Sequence[Any], stage: Any, start: int) -> list[tuple[Any, Any]]:
         # The scales are multiplied first: 1 to 2 % less time on one H200, but `BlocksKernel` would spill registers.
