@@ -22,7 +22,14 @@ from benchmarks import attention_tpu, memory_tpu
 from benchmarks.drawn_tpu import Draws, ratio_table
 
 _KINDS = ("megablox", "megablox wgrad", "rms_norm", "layer_norm", "tpu_ragged", "tpu_ragged")
-_DEVICES = {"v5e": "tpu:tpu_v5_lite", "v5p": "tpu:tpu_v5", "v6e": "tpu:tpu_v6_lite"}
+_DEVICES = {
+    "v5e": "tpu:tpu_v5_lite",
+    "v5p": "tpu:tpu_v5",
+    "v6e": "tpu:tpu_v6_lite",
+    "v4": "tpu:tpu_v4",
+    "tpu7x": "tpu:tpu7x",
+}
+_TOPOLOGIES = {**attention_tpu.TOPOLOGIES, "v4": "v4:2x2x1", "tpu7x": "tpu7x:2x2x1"}
 _DIMS = (4096, 2048, 5120, 8192, 1024, 3072, 7168, 6144, 2880, 3584, 1536, 768)
 _LEAST = 170 << 20  # bytes of an array; a chip has 128 MiB of vector memory at most
 _OF_SPACE = 100  # seeds from here have parameters of the space
@@ -52,10 +59,14 @@ def drawn(seed: int, index: int) -> dict[str, Any]:
 def estimated(case: dict[str, Any]) -> dict[str, Any]:
     """Return our estimates for a case, and whether its kernel is in the table of compiled ones."""
     from ejkernel.kernels._vector_memory import compiled
+    from ejkernel.kernels.paged_attention import _ragged_memory
 
     implementation, call = described(case)
-    need = _estimator(implementation).memory(call, _params_of(case))
-    return {"estimated": [need.most], "least": [need.least], "in table": parts_of(case)[0].form in compiled()}
+    params = _params_of(case)
+    need = _estimator(implementation).memory(call, params)
+    is_ragged = case["kind"] == "tpu_ragged"
+    known = _ragged_memory.is_listed(call, params) if is_ragged else parts_of(case)[0].form in compiled()
+    return {"estimated": [need.most], "least": [need.least], "in table": known}
 
 
 @functools.cache
@@ -152,9 +163,9 @@ def _params_of(case: dict[str, Any]) -> Any:
 def _estimator(implementation: Any) -> Any:
     """Return the object with the estimate of an implementation."""
     from ejkernel.kernels._row_norms import pallas
-    from ejkernel.kernels.paged_attention import tpu_ragged
+    from ejkernel.kernels.paged_attention import _ragged_memory
 
-    return {"pallas": pallas, "tpu_ragged": tpu_ragged}.get(implementation.name, implementation)
+    return {"pallas": pallas, "tpu_ragged": _ragged_memory}.get(implementation.name, implementation)
 
 
 # --- in the process that compiles ---
@@ -169,7 +180,7 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
 
     implementation, call = described(case)
     params = _params_of(case)
-    sharding = compat.tpu_topology_sharding(attention_tpu.TOPOLOGIES[case["chip"]])
+    sharding = compat.tpu_topology_sharding(_TOPOLOGIES[case["chip"]])
     like = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
 
     def run(*args: Any) -> Any:

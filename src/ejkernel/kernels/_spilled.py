@@ -7,34 +7,16 @@ Written by `python -m benchmarks.memory_tpu_fit`.
 from __future__ import annotations
 
 WEIGHTS: dict[str, dict[str, float]] = {
-    "layer norm, backward": {"values": 5.395, "row": 2.778, "rows": 1.068},
-    "layer norm, backward, float32": {"values": 4.581, "row": 3.7, "values, tpu:tpu_v6_lite": 0.057, "rows": 1.36},
-    "layer norm, backward, residual": {"values": 4.391, "row": 7.624, "values, tpu:tpu_v6_lite": 0.131, "rows": 3.473},
-    "layer norm, backward, residual, float32": {
-        "values": 3.615,
-        "row": 4.124,
-        "row, tpu:tpu_v6_lite": 4.226,
-        "rows": 2.165,
+    "layer norm, backward": {
+        "loop": 3.218,
+        "once": 1.821,
+        "more": 1.56,
+        "loop, tpu:tpu_v5_lite": 0.228,
+        "loop, tpu:tpu_v6_lite": 1.105,
     },
-    "layer norm, forward": {"values": 1.089, "row": 2.096, "rows": 0.711},
-    "layer norm, forward, float32": {
-        "values": 1.537,
-        "values, tpu:tpu_v5_lite": 0.022,
-        "values, tpu:tpu_v6_lite": 0.057,
-        "rows": 0.372,
-    },
-    "layer norm, forward, residual": {
-        "values": 1.869,
-        "row": 0.191,
-        "values, tpu:tpu_v5_lite": 0.001,
-        "row, tpu:tpu_v6_lite": 1.292,
-        "rows": 0.429,
-    },
-    "layer norm, forward, residual, float32": {
-        "values": 3.096,
-        "values, tpu:tpu_v6_lite": 0.048,
-        "row, tpu:tpu_v6_lite": 0.029,
-    },
+    "layer norm, backward, v4": {"loop": 5.415, "rest": 1.633, "once": 3.667, "more": 3.008},
+    "layer norm, forward": {"once": 0.131, "more": 1.795, "more, tpu:tpu_v6_lite": 0.091},
+    "layer norm, forward, v4": {"loop": 3.126, "rest": 1.389, "once": 2.848},
     "paged, bfloat16, partial": {
         "scores": 0.777,
         "rows": 3.224,
@@ -54,26 +36,14 @@ WEIGHTS: dict[str, dict[str, float]] = {
     "paged, float32, partial": {"scores": 2.732, "rows": 1.803, "rows of heads": 0.23, "keys of heads": 0.091},
     "paged, float32, whole": {"rows": 1.655, "keys": 0.846, "scores of heads": 3.123, "rows of heads": 0.145},
     "paged, float32, wide unit": {"scores of heads": 0.954, "rows of heads": 4.012, "keys of heads": 0.335},
-    "rms norm, backward": {"values": 5.43, "row": 2.147},
-    "rms norm, backward, float32": {"values": 3.244},
-    "rms norm, backward, residual": {"values": 3.721, "row": 1.042},
-    "rms norm, backward, residual, float32": {"values": 2.931, "row": 3.103, "row, tpu:tpu_v6_lite": 0.371},
-    "rms norm, forward": {
-        "values": 0.848,
-        "row": 4.797,
-        "values, tpu:tpu_v5_lite": 0.358,
-        "values, tpu:tpu_v6_lite": 0.351,
+    "rms norm, backward": {
+        "loop": 2.633,
+        "once": 0.845,
+        "more": 3.771,
+        "loop, tpu:tpu_v5_lite": 0.228,
+        "once, tpu:tpu_v6_lite": 0.066,
     },
-    "rms norm, forward, float32": {
-        "values": 0.168,
-        "row": 0.581,
-        "row, tpu:tpu_v5_lite": 1.81,
-        "values, tpu:tpu_v6_lite": 1.373,
-    },
-    "rms norm, forward, residual": {"values": 1.491, "row": 0.002, "values, tpu:tpu_v6_lite": 0.055},
-    "rms norm, forward, residual, float32": {
-        "values": 1.148,
-        "row, tpu:tpu_v5_lite": 0.325,
-        "values, tpu:tpu_v6_lite": 0.034,
-    },
+    "rms norm, backward, v4": {"loop": 3.983, "rest": 1.565, "once": 3.13, "more": 2.049},
+    "rms norm, forward": {"once": 0.066, "more": 0.813, "more, tpu:tpu_v6_lite": 0.033},
+    "rms norm, forward, v4": {"loop": 1.732, "rest": 0.815, "once": 1.679, "more": 0.328},
 }

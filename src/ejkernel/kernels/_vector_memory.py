@@ -20,6 +20,7 @@ from ejkernel import compat
 from ejkernel.ops.implementation import OperationCall
 
 LANES = 128  # elements of a vector register's row
+REGISTER = 4096  # bytes of a vector register
 USUAL_LIMIT = 16 << 20  # bytes that a kernel may take by default
 _LONG = 6 << 20  # bytes; operands that take this much or more are in HBM
 WIDE_UNITS = ("tpu:tpu_v6_lite", "tpu:tpu7x")  # chips with a matrix unit 256 wide
@@ -88,15 +89,26 @@ class Parts(NamedTuple):
         return Need(self.least, max(self.least, most))
 
 
-@functools.cache
 def compiled() -> dict[str, int]:
     """Return the table of compiled kernels: the bytes of intermediate values in kernels of common calls, by form.
 
     They are negative if the compiler keeps some known bytes in registers. Written by `python -m
     benchmarks.memory_tpu_fit table`.
     """
+    found: dict[str, int] = _tables()["bytes"]
+    return found
+
+
+def spilled_registers() -> dict[str, dict[str, dict[str, int]]]:
+    """Return the registers that kernels of `tpu_ragged` keep in memory, by form, and queries and keys of a block."""
+    found: dict[str, dict[str, dict[str, int]]] = _tables()["registers"]
+    return found
+
+
+@functools.cache
+def _tables() -> dict[str, Any]:
     file = resources.files("ejkernel") / "data" / "compiled" / "tpu.json"
-    found: dict[str, int] = json.loads(file.read_text(encoding="utf-8"))["bytes"]
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
 
 
