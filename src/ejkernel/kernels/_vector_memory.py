@@ -80,6 +80,10 @@ class Parts(NamedTuple):
     sizes: Mapping[str, int]
     form: str = ""
 
+    def times(self, share: float) -> Parts:
+        """Return the parts of a kernel that keeps `share` times as many intermediate values."""
+        return self._replace(sizes={name: math.ceil(size * share) for name, size in self.sizes.items()})
+
     def need(self, weights: Mapping[str, Mapping[str, float]]) -> Need:
         """Return the lower bound, and the upper estimate from the table or a weighted sum of the sizes."""
         if self.form in compiled():
@@ -120,7 +124,7 @@ def form_of(call: OperationCall, *words: str) -> str:
 def with_chips(call: OperationCall, sizes: Mapping[str, int]) -> dict[str, int]:
     """Return sizes, and the same for each chip alone: the compiler keeps different shares of them."""
     own = dict(sizes)
-    for chip in ("tpu:tpu_v5_lite", "tpu:tpu_v6_lite"):
+    for chip in ("tpu:tpu_v5_lite", "tpu:tpu_v6_lite", "tpu:tpu_v4"):
         own |= {f"{name}, {chip}": size * (call.device_fingerprint == chip) for name, size in sizes.items()}
     return own
 

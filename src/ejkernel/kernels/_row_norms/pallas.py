@@ -159,14 +159,13 @@ def parts_of(call: RowNormCall, params: PallasParams) -> Parts:
     vectors = (call.formula.weight is not None) + (call.formula.bias and not call.backward)
     sums = ((call.formula.weight is not None) + call.formula.bias) * call.backward
     fixed = (1 if call.device_fingerprint in _ONE_BUFFER else buffers) * 4 * dim * (vectors + SUMS * sums)
-    words = ["layer norm" if is_centred else "rms norm", "backward" if call.backward else "forward"]
-    words += ["v4"] * (call.device_fingerprint == "tpu:tpu_v4")
+    kind = f"{'layer' if is_centred else 'rms'} norm, {'backward' if call.backward else 'forward'}"
     rows, is_loop = rows_of_strip(params.block_rows), dim >= 2 * CHUNK
     # a loop over one chunk is none, so that its values and those of the rest are there together
     sizes = {"loop": rows * CHUNK * is_loop, "rest": rows * (dim % CHUNK) * is_loop, "once": rows * dim * (not is_loop)}
     sizes["more"] = rows * max(0, dim - CHUNK // 2) * (not is_loop)
     sizes = with_chips(call, sizes)
-    return Parts(least, least + columns + fixed, ", ".join(words), sizes)
+    return Parts(least, least + columns + fixed, kind, sizes)
 
 
 def _given(vectors: Sequence[Any]) -> list[Any]:
