@@ -38,7 +38,7 @@ def heads_of_block(call: PagedCall) -> tuple[int, int]:
 def memory(call: PagedCall, params: Any) -> Need:
     """Return the bytes of vector memory for parameters of the kernel."""
     parts = parts_of(call, params)
-    registers = _interpolated(_cells(_form(call)), params.block_queries, _keys(call, params))
+    registers = _interpolated(_cells(form_of_heads(call)), *block_of(call, params))
     if registers is None:
         return parts.need(WEIGHTS)
     margin = _OTHER_PROGRAMS if is_listed(call, params) else _BETWEEN
@@ -48,10 +48,10 @@ def memory(call: PagedCall, params: Any) -> Need:
 
 def is_listed(call: PagedCall, params: Any) -> bool:
     """Return whether the table has a kernel of this form."""
-    return (params.block_queries, _keys(call, params)) in _cells(_form(call))
+    return block_of(call, params) in _cells(form_of_heads(call))
 
 
-def _form(call: PagedCall) -> str:
+def form_of_heads(call: PagedCall) -> str:
     """Return the key of a call in the table of registers."""
     heads, kv_heads = heads_of_block(call)
     return f"{call.device_fingerprint}, {call.dtype}, heads {heads}/{kv_heads}"
@@ -87,7 +87,7 @@ def parts_of(call: PagedCall, params: Any) -> Parts:
     """Return the memory of the kernel by its causes: copies of pages, sums, windows, and the values of one step."""
     heads, kv_heads = heads_of_block(call)
     itemsize, dim = jnp.dtype(call.dtype).itemsize, call.pages[4]
-    queries, keys = params.block_queries, _keys(call, params)
+    queries, keys = block_of(call, params)
     rows = queries * call.group
     least = 2 * keys * 2 * kv_heads * dim * itemsize + queries * heads * (2 * LANES + dim) * 4
     buffers = 1 if call.q[0] <= queries and call.q[1] == heads else 2  # a single step needs one
@@ -101,6 +101,6 @@ def parts_of(call: PagedCall, params: Any) -> Parts:
     return Parts(least, least + windows, kind, sizes)
 
 
-def _keys(call: PagedCall, params: Any) -> int:
-    """Return the keys of a block."""
-    return int(min(params.block_pages, call.table[1]) * call.pages[1])
+def block_of(call: PagedCall, params: Any) -> tuple[int, int]:
+    """Return the queries and keys of a block."""
+    return params.block_queries, min(params.block_pages, call.table[1]) * call.pages[1]

@@ -27,6 +27,7 @@ from ejkernel.ops.utils.values.signature import is_known
 from ._ragged_memory import PACKING, heads_of_block, memory
 from .common import Operands, PagedCall, valid, within_cache
 
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TpuRaggedParams(NamedFields):
     """The blocks of the kernel.
