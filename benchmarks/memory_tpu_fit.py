@@ -191,9 +191,8 @@ def write_table(results: Sequence[dict[str, Any]]) -> None:
             by_form.setdefault(one.parts.form, []).append(one)
     found = {form: max(one.used - one.parts.known for one in several) for form, several in by_form.items()}
     above = [(one.parts.known + found[form]) / one.used for form, several in by_form.items() for one in several]
-    print(
-        f"{len(above)} kernels of {len(found)} forms; the highest of a form is up to {max(above, default=1) - 1:.1%} above"
-    )
+    furthest = max(above, default=1.0) - 1
+    print(f"{len(above)} kernels of {len(found)} forms; the highest of a form is up to {furthest:.1%} above")
     tables["bytes"] = dict(sorted((tables["bytes"] | found).items()))
     for one in results:
         if one.get("alone") and "used" in one:

@@ -124,7 +124,7 @@ def form_of(call: OperationCall, *words: str) -> str:
 def with_chips(call: OperationCall, sizes: Mapping[str, int]) -> dict[str, int]:
     """Return sizes, and the same for each chip alone: the compiler keeps different shares of them."""
     own = dict(sizes)
-    for chip in ("tpu:tpu_v5_lite", "tpu:tpu_v6_lite", "tpu:tpu_v4"):
+    for chip in ("tpu:tpu_v5_lite", "tpu:tpu_v6_lite", "tpu:tpu_v4", "tpu:tpu7x"):
         own |= {f"{name}, {chip}": size * (call.device_fingerprint == chip) for name, size in sizes.items()}
     return own
 

@@ -18,6 +18,7 @@ from ejkernel.kernels._spilled import WEIGHTS
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.kernels._vector_memory import (
     LANES,
+    WIDE_UNITS,
     Need,
     Parts,
     form_of,
@@ -119,8 +120,8 @@ class _Megablox(Implementation[GroupedMatmulCall]):
         words = ["single"] * is_single + ["transposed"] * call.transpose_rhs
         words += ["rest"] * (not is_single and call.inner % params.block_k > 0)
         known = windows if is_single else windows + 4 * m * n
-        sizes = {"sums": m * n, "left": m * k, "right": k * n}
-        sizes |= {"some left": m * min(k, _WHOLE), "products": m * n * min(k, _WHOLE) // _WHOLE}
+        sizes = {"sums": m * n, "left": m * k, "products": m * n * min(k, _WHOLE) // _WHOLE}
+        sizes["left again"] = sizes["left"] * (n > _unit(call))
         return _parts(f"product{', single' * is_single}", call, (m, k, n), known, sizes, *words)
 
     def heuristic(self, call: GroupedMatmulCall) -> MegabloxParams:
@@ -199,7 +200,13 @@ class MegabloxWgrad(_Megablox):
         operands, out = (jnp.dtype(dtype).itemsize for dtype in (call.dtype, call.out_dtype))
         least = 2 * operands * m * (k + n) + (2 * out + 4) * k * n
         sizes = {"left": m * k, "right": m * n, "sums": k * n, "products": k * n * min(m, _WHOLE) // _WHOLE}
+        sizes["left again"] = sizes["left"] * (n > _unit(call))
         return _parts("weights", call, (m, k, n), least, sizes)
+
+
+def _unit(call: GroupedMatmulCall) -> int:
+    """Return the columns of the matrix unit: the compiler keeps a left operand for products of more columns."""
+    return 2 * LANES if call.device_fingerprint in WIDE_UNITS else LANES
 
 
 def _parts(

@@ -21,7 +21,9 @@ from .common import PagedCall
 
 PACKING = {"float32": 1, "bfloat16": 2}  # elements in 32 bits, by supported dtype
 _OTHER_PROGRAMS = 1.02  # kernels of one form may take this much more, e.g. with a window
-_SOFT_CAP, _BETWEEN = 1.05, 1.08
+_SOFT_CAP, _BETWEEN = 1.05, 1.1
+_PARTIAL = 1.12  # queries that fill tiles partly
+_SPARE = 4  # registers
 
 Cells = dict[tuple[int, int], int]  # registers by queries and keys of a block
 
@@ -41,9 +43,10 @@ def memory(call: PagedCall, params: Any) -> Need:
     registers = _interpolated(_cells(form_of_heads(call)), *block_of(call, params))
     if registers is None:
         return parts.need(WEIGHTS)
-    margin = _OTHER_PROGRAMS if is_listed(call, params) else _BETWEEN
+    is_partial = params.block_queries > 8 and params.block_queries % 8 > 0
+    margin = _OTHER_PROGRAMS if is_listed(call, params) else _PARTIAL if is_partial else _BETWEEN
     margin = margin if call.soft_cap is None else max(margin, _SOFT_CAP)
-    return Need(parts.least, max(parts.least, int((parts.known + REGISTER * registers) * margin)))
+    return Need(parts.least, max(parts.least, int((parts.known + REGISTER * (registers + _SPARE)) * margin)))
 
 
 def is_listed(call: PagedCall, params: Any) -> bool:
