@@ -3,11 +3,12 @@
 
 Each call is drawn by a seed, with sizes as models have them: a product of `megablox` or its weights' gradient, a
 normalisation of `pallas`, forward or backward, or a step of `tpu_ragged`. It has the heuristic's parameters, or others
-of the space for seeds from 100. Seed 0 lists the kernels of the table instead: common tiles of `megablox`, then
-`tpu_ragged` alone for common numbers of heads and blocks, small ones first. Google's compiler reports the bytes of
-vector memory that a kernel uses. Nothing runs on a TPU. XLA keeps short arrays of normalisations in vector memory
-itself; `kept` has the bytes of the windows that the kernel then does not have. The ratio is our upper estimate over the
-compiler's figure and these.
+of the space for seeds from 100. Seeds from 200 draw products with any tiles and dtypes. Seed 0 lists the kernels of the
+table instead: common tiles of `megablox`, then `tpu_ragged` alone for common numbers of heads and blocks, small ones
+first. Google's compiler reports the bytes of vector memory that a kernel uses. Nothing runs on a TPU.
+
+XLA keeps short arrays of normalisations in vector memory itself; `kept` has the bytes of the windows that the kernel
+then does not have. The ratio is our upper estimate over the compiler's figure and these.
 """
 
 from __future__ import annotations
@@ -44,12 +45,15 @@ _HEADS: dict[str, dict[int, tuple[int, ...]]] = {
 }
 _QUERIES = (8, 16, 32, 64, 128)
 _DIMS = (4096, 2048, 5120, 8192, 1024, 3072, 7168, 6144, 2880, 3584, 1536, 768)
-_OF_SPACE = 100  # seeds from here have parameters of the space
+_OF_SPACE, _OF_TILES = 100, 200  # seeds from here have parameters of the space, or any tiles
 
 
 def drawn(seed: int, index: int) -> dict[str, Any]:
     """Return a call, its parameters and our estimates."""
     dice = random.Random(f"others {seed} {index}")
+    if seed >= _OF_TILES:
+        product = _with_tiles(dice)
+        return product | estimated(product)
     while seed:
         kind = dice.choice(_KINDS)
         sizes = (_product if "megablox" in kind else _norm if "norm" in kind else _paged)(dice)
@@ -124,6 +128,22 @@ def _product(dice: random.Random) -> dict[str, Any]:
         "dtype": dtype,
         "out_dtype": dtype,
     }
+
+
+def _with_tiles(dice: random.Random) -> dict[str, Any]:
+    """Return a product of several tiles, with a rest or without, or of a single one along the sum."""
+    while True:
+        kind, m = dice.choice(_KINDS[:2]), dice.choice((128, 256, 512, 1024))
+        k, n = dice.choice((128, 256, 512, 768, 1024)), dice.choice((128, 256, 512, 1024))
+        inner = k if kind == "megablox" and dice.random() < 0.3 else 4 * k - dice.choice((0, k // 2))
+        dtype, out_dtype = dice.choice((("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")))
+        sizes = {"rows": max(8 * m, 4096), "groups": 8, "inner": inner, "columns": 4 * n, "dtype": dtype}
+        sizes |= {"out_dtype": out_dtype, "transpose_rhs": kind == "megablox" and dice.random() < 0.5}
+        case = {"chip": dice.choice(tuple(_DEVICES)), "kind": kind, "sizes": sizes, "backward": False}
+        case["params"] = {"block_m": m, "block_k": k, "block_n": n}
+        implementation, call = described(case)
+        if implementation.doubt(call, _params_of(case)) is None:
+            return case
 
 
 def _norm(dice: random.Random) -> dict[str, Any]:
@@ -213,7 +233,8 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
     def run(*args: Any) -> Any:
         if case.get("alone"):
             q, pages, table, offsets, lengths, count = args[:6]
-            how = {"scale": 0.1, "window": None, "soft_cap": None, "blocks": tuple(case["params"].values())}
+            how: dict[str, Any] = {"scale": 0.1, "window": None, "soft_cap": None}
+            how["blocks"] = tuple(case["params"].values())
             pages = pages.reshape(*pages.shape[:2], -1, pages.shape[4])
             return compat.tpu_ragged_paged_attention(q, pages, lengths, table, offsets, count, **how)
         if call.backward:
@@ -226,7 +247,7 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
     (device,) = sharding.device_set
     with compat.abstract_device("tpu", device.device_kind, 1):
         traced = jax.jit(run).trace(*args)
-        if implementation.name != "tpu_ragged":
+        if implementation.name == "pallas":
             (found,) = tpu_windows.memory_of(traced)
             return {"used": [found.used], "kept": [found.kept]}
         return {"used": [max(compat.vector_memory(str(traced.lower().compile().as_text())))], "kept": [0]}
@@ -239,8 +260,9 @@ def _arguments(kind: str, call: Any, like: Callable[..., Any]) -> tuple[Any, ...
         scalars = (like((size,), number) for size in (sequences + 1, sequences))
         return (like(call.q, own), like(call.pages, own), like(call.table, number), *scalars, *[None] * 4)
     if "megablox" in kind:
-        matrices = (call.groups, call.inner) if kind == "megablox" else (call.rows,)
-        return like((call.rows, call.inner), own), like((*matrices, call.columns), own), like((call.groups,), "int32")
+        matrix = (call.columns, call.inner) if call.transpose_rhs else (call.inner, call.columns)
+        rhs = like((call.groups, *matrix) if kind == "megablox" else (call.rows, call.columns), own)
+        return like((call.rows, call.inner), own), rhs, like((call.groups,), "int32")
     x, vector, column = (
         like((call.rows, call.dim), own),
         like((call.dim,), own),

@@ -91,8 +91,7 @@ def _types(operands: str, types: Mapping[str, str]) -> list[str]:
 
 def _kept(name: str, types: list[str], mappings: Mapping[str, Any]) -> int:
     """Return the bytes of the windows of arrays in vector memory."""
-    # a kernel without a name has another one in the compiled program
-    (grid,) = [grid for kernel, grid in mappings.items() if name.split(".")[0] == kernel] or mappings.values()
+    (grid,) = (grid for kernel, grid in mappings.items() if name.split(".")[0] == kernel)
     windows = types[grid.num_index_operands + grid.num_dynamic_grid_bounds :]
     pairs = zip(grid.block_mappings, windows, strict=True)
     buffers = 1 if set(grid.grid) == {1} else 2

@@ -48,7 +48,8 @@ def normalize(*refs: Any, formula: Formula) -> None:
             return again(columns)
 
         def again(columns: Any) -> jax.Array:
-            return total[rows, columns].astype(jnp.float32)
+            found: jax.Array = total[rows, columns].astype(jnp.float32)
+            return found
 
         mean: Any = 0.0
         for ref in means:
@@ -89,10 +90,11 @@ def differentiate(*refs: Any, formula: Formula, total: int) -> None:
         scale, mean = scales[rows, :], means[0][rows, :] if means else 0.0
 
         def normal(columns: Any) -> jax.Array:
-            return (x[rows, columns].astype(jnp.float32) - mean) * scale
+            found: jax.Array = (x[rows, columns].astype(jnp.float32) - mean) * scale
+            return found
 
         def dnormal(columns: Any) -> jax.Array:
-            found = dout[rows, columns].astype(jnp.float32)
+            found: jax.Array = dout[rows, columns].astype(jnp.float32)
             return found if weight is None else found * _factor(weight, columns, formula)
 
         def products(columns: Any) -> tuple[jax.Array, ...]:

@@ -41,6 +41,7 @@ _DTYPES = ("bfloat16", "float32")
 _MOST_TILES = 4096  # tiles of rows: the kernels locate them by a histogram in float32, which is wrong for 5000
 _ROWS = 16  # the granularity of tiles; that of columns is `LANES`
 _COLUMNS = (128, 256, 512, 1024)
+_ON_V4 = 1.8  # times as many values as of the few kernels in the fit
 _WHOLE = 512  # some intermediates grow only up to this size of the axis that a product sums over
 
 
@@ -214,8 +215,9 @@ def _parts(
 ) -> Parts:
     """Return the memory of a kernel with these known bytes, and numbers of values that may be spilled."""
     form = form_of(call, f"grouped {name.split(',')[0]}", f"{call.dtype} to {call.out_dtype}", f"tile {tile}", *words)
-    kind = f"grouped {name}, {call.dtype}"
-    return Parts(known, known, kind, with_chips(call, sizes | {"constant": LANES * LANES}), form)
+    kind, sizes = f"grouped {name}, {call.dtype}", sizes | {"constant": LANES * LANES}
+    parts = Parts(known, known, kind, with_chips(call, sizes), form)
+    return parts.times(_ON_V4) if call.device_fingerprint == "tpu:tpu_v4" else parts
 
 
 def _product(

@@ -82,8 +82,8 @@ def _interpolated(cells: Cells, queries: int, keys: int) -> float | None:
         return None
     (q0, q1), (k0, k1) = min(boxes, key=lambda box: box[0][1] * box[1][1] / (box[0][0] * box[1][0]))
     shares = [(own - low) / max(high - low, 1) for own, (low, high) in zip(place, ((q0, q1), (k0, k1)), strict=True)]
-    by_keys = [cells[q0, k] + shares[0] * (cells[q1, k] - cells[q0, k]) for k in (k0, k1)]
-    return by_keys[0] + shares[1] * (by_keys[1] - by_keys[0])
+    low, high = (cells[q0, k] + shares[0] * (cells[q1, k] - cells[q0, k]) for k in (k0, k1))
+    return float(low + shares[1] * (high - low))
 
 
 def parts_of(call: PagedCall, params: Any) -> Parts:
