@@ -122,7 +122,7 @@ class _Megablox(Implementation[GroupedMatmulCall]):
         words += ["rest"] * (not is_single and call.inner % params.block_k > 0)
         known = windows if is_single else windows + 4 * m * n
         sizes = {"sums": m * n, "left": m * k, "products": m * n * min(k, _WHOLE) // _WHOLE}
-        sizes["left again"] = sizes["left"] * (n > _unit(call))
+        sizes |= {"left again": m * k * (n > _unit(call)), "long left": m * max(0, k - _WHOLE)}
         return _parts(f"product{', single' * is_single}", call, (m, k, n), known, sizes, *words)
 
     def heuristic(self, call: GroupedMatmulCall) -> MegabloxParams:
@@ -201,7 +201,7 @@ class MegabloxWgrad(_Megablox):
         operands, out = (jnp.dtype(dtype).itemsize for dtype in (call.dtype, call.out_dtype))
         least = 2 * operands * m * (k + n) + (2 * out + 4) * k * n
         sizes = {"left": m * k, "right": m * n, "sums": k * n, "products": k * n * min(m, _WHOLE) // _WHOLE}
-        sizes["left again"] = sizes["left"] * (n > _unit(call))
+        sizes |= {"left again": m * k * (n > _unit(call)), "long left": max(0, m - _WHOLE) * k}
         return _parts("weights", call, (m, k, n), least, sizes)
 
 
