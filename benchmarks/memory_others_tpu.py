@@ -43,6 +43,7 @@ _HEADS: dict[str, dict[int, tuple[int, ...]]] = {
     },
     "float32": {1: (1, 2, 4, 8, 16), 2: (1, 2, 4, 8, 12, 16), 4: (1, 2, 4, 6, 8, 10, 12, 16), 8: (3, 5, 7)},
 }
+_SHORT = 6 << 20  # bytes of both operands of a product; if they have fewer, XLA may keep them in vector memory
 _QUERIES = (8, 16, 32, 64, 128)
 _DIMS = (4096, 2048, 5120, 8192, 1024, 3072, 7168, 6144, 2880, 3584, 1536, 768)
 _OF_SPACE, _OF_TILES = 100, 200  # seeds from here have parameters of the space, or any tiles
@@ -189,6 +190,15 @@ def parts_of(case: dict[str, Any]) -> list[Any]:
     """Return the memory of a kernel by its causes."""
     implementation, call = described(case)
     return [_estimator(implementation).parts_of(call, _params_of(case))]
+
+
+def has_all_windows(case: dict[str, Any]) -> bool:
+    """Return whether XLA keeps no array of a kernel, or `kept` has the windows that are missing."""
+    if "megablox" not in case["kind"]:
+        return True
+    (_, call), size = described(case), 4 if case["sizes"]["dtype"] == "float32" else 2
+    matrices = call.groups * call.inner if case["kind"] == "megablox" else call.rows
+    return bool((call.rows * call.inner + matrices * call.columns) * size >= _SHORT)
 
 
 def add_registers(tables: dict[str, Any], case: dict[str, Any]) -> None:

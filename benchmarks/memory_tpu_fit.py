@@ -187,7 +187,8 @@ def write_table(results: Sequence[dict[str, Any]]) -> None:
     """Add kernels to the table of compiled ones, and print how far those of one form differ."""
     tables = json.loads(_TABLE.read_text())
     by_form: dict[str, list[Kernel]] = {}
-    for one in kernels(results):
+    whole = [one for one in results if "sizes" not in one or memory_others_tpu.has_all_windows(one)]
+    for one in kernels(whole):
         if one.parts.form:
             by_form.setdefault(one.parts.form, []).append(one)
     found = {form: max(one.used - one.parts.known for one in several) for form, several in by_form.items()}

@@ -53,7 +53,7 @@ def test_blocks_between_those_of_the_table_are_interpolated(chip, dtype, heads, 
     call = call_of(chip, dtype, heads, tokens, page, (8, pages))
     params = TpuRaggedParams(block_pages=pages, block_queries=tokens)
     assert not _ragged_memory.is_listed(call, params)
-    assert taken <= _ragged_memory.memory(call, params).most <= 1.15 * taken
+    assert taken <= _ragged_memory.memory(call, params).most <= 1.2 * taken
 
 
 def test_other_heads_have_a_weighted_sum():
