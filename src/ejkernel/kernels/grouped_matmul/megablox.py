@@ -117,7 +117,8 @@ class _Megablox(Implementation[GroupedMatmulCall]):
         """
         m, (k, n) = params.block_m, (up(size) for size in _blocks(call, params))
         operands, out = (jnp.dtype(dtype).itemsize for dtype in (call.dtype, call.out_dtype))
-        windows, is_single = 2 * (operands * k * (m + n) + out * m * n), params.block_k >= call.inner
+        right = _rows(call, params, call.transpose_rhs) * (k if call.transpose_rhs else n)
+        windows, is_single = 2 * (operands * (m * k + right) + out * m * n), params.block_k >= call.inner
         words = ["single"] * is_single + ["transposed"] * call.transpose_rhs
         words += ["rest"] * (not is_single and call.inner % params.block_k > 0)
         known = windows if is_single else windows + 4 * m * n
@@ -199,9 +200,9 @@ class MegabloxWgrad(_Megablox):
         """Return the memory of its tiles: two of each operand and result, an accumulator, and masked operands."""
         m, (k, n) = params.block_m, (up(size) for size in _blocks(call, params))
         operands, out = (jnp.dtype(dtype).itemsize for dtype in (call.dtype, call.out_dtype))
-        least = 2 * operands * m * (k + n) + (2 * out + 4) * k * n
+        least = 2 * operands * m * (k + n) + (2 * out + 4) * _rows(call, params) * n
         sizes = {"left": m * k, "right": m * n, "sums": k * n, "products": k * n * min(m, _WHOLE) // _WHOLE}
-        sizes |= {"left again": m * k * (n > _unit(call)), "long left": max(0, m - _WHOLE) * k}
+        sizes |= {"left again": m * k * (n > _unit(call)), "long left": max(0, m - 2 * LANES) * k}
         return _parts("weights", call, (m, k, n), least, sizes)
 
 
@@ -246,6 +247,11 @@ def _product(
 def _blocks(call: GroupedMatmulCall, params: MegabloxParams) -> tuple[int, int]:
     """Return the sizes of tiles along k and n; a tile may have any size that covers its whole axis."""
     return min(params.block_k, call.inner), min(params.block_n, call.columns)
+
+
+def _rows(call: GroupedMatmulCall, params: MegabloxParams, is_transposed: bool = False) -> int:
+    """Return the rows of a matrix's tile in memory; unlike its columns they are not padded to `LANES`."""
+    return up(_blocks(call, params)[is_transposed], 8)
 
 
 def _sizes(call: GroupedMatmulCall, groups: Groups) -> jax.Array:
