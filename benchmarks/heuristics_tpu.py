@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks import attention_tpu
 from benchmarks.drawn_tpu import Draws
+from benchmarks.memory_tpu_calls import params_of, parts_of_call
 from ejkernel import compat
 
 _TARGETS = {chip: f"tpu_{chip}" for chip in ("v4", *attention_tpu.TOPOLOGIES)} | {"tpu7x": "tpu7x"}
@@ -119,14 +120,8 @@ def described(case: dict[str, Any]) -> tuple[Any, Any]:
 
 def parts_of(case: dict[str, Any]) -> list[Any]:
     """Return the memory of each kernel by its causes."""
-    from ejkernel.kernels.flash_attention import _splash_memory, splash
-    from ejkernel.kernels.flash_attention.pallas_tpu import choices
-
-    call, _ = described(case)
-    params = _params_of(_by_name()[case["implementation"]], call, case["params"])
-    if case["implementation"] == "pallas_tpu":
-        return choices.parts_of(call, params)
-    return [_splash_memory.parts_of(call, name, own) for name, own in splash.blocks_of(params).items()]
+    implementation, (call, _) = _by_name()[case["implementation"]], described(case)
+    return parts_of_call(implementation, call, params_of(implementation, call, case["params"]))
 
 
 # --- in the process that compiles ---
@@ -142,7 +137,7 @@ def compiled(case: dict[str, Any]) -> dict[str, Any]:
         return {}
     target, (call, operands) = Target.named(_TARGETS[case["chip"]]), described(case)
     implementation = _by_name()[case["implementation"]]
-    params, rules = _params_of(implementation, call, case["params"]), call.rules
+    params, rules = params_of(implementation, call, case["params"]), call.rules
 
     def like(*shape: int, dtype: str = case["dtype"]) -> Any:
         return target.placed(jax.ShapeDtypeStruct(shape, dtype))
@@ -157,13 +152,6 @@ def compiled(case: dict[str, Any]) -> dict[str, Any]:
         else:
             lowered = jax.jit(lambda o: implementation.attend(o, rules, params)).lower(operands)
         return {"used": compat.vector_memory(str(lowered.compile().as_text()))}
-
-
-def _params_of(implementation: Any, call: Any, sizes: dict[str, Any]) -> Any:
-    own = dict(sizes)
-    if own.get("query") is not None:
-        own["query"] = implementation.params_type(backward=False)(**own["query"])
-    return implementation.params_type(backward=call.backward)(**own)
 
 
 # --- in the caller ---

@@ -3,10 +3,12 @@
 
 Each call is drawn by a seed, with sizes as models have them: a product of `megablox` or its weights' gradient, a
 normalisation of `pallas`, forward or backward, or a step of `tpu_ragged`. It has the heuristic's parameters, or others
-of the space for seeds from 100. Seed 0 lists common calls for the table of compiled kernels instead. Google's compiler
-reports the bytes of vector memory that its kernel uses. Nothing runs on a TPU. XLA keeps short arrays of normalisations
-in vector memory itself; `kept` has the bytes of the windows that the kernel then does not have. The ratio is our upper
-estimate, less these, over the compiler's figure.
+of the space for seeds from 100. Seeds from 200 draw products with any tiles and dtypes. Seed 0 lists the kernels of the
+table instead: common tiles of `megablox`, then `tpu_ragged` alone for common numbers of heads and blocks, small ones
+first. Google's compiler reports the bytes of vector memory that a kernel uses. Nothing runs on a TPU.
+
+XLA keeps short arrays of normalisations in vector memory itself; `kept` has the bytes of the windows that the kernel
+then does not have. The ratio is our upper estimate over the compiler's figure and these.
 """
 
 from __future__ import annotations
@@ -15,22 +17,44 @@ import dataclasses
 import functools
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from benchmarks import attention_tpu, memory_tpu
 from benchmarks.drawn_tpu import Draws, ratio_table
 
 _KINDS = ("megablox", "megablox wgrad", "rms_norm", "layer_norm", "tpu_ragged", "tpu_ragged")
-_DEVICES = {"v5e": "tpu:tpu_v5_lite", "v5p": "tpu:tpu_v5", "v6e": "tpu:tpu_v6_lite"}
+_DEVICES = {
+    "v5e": "tpu:tpu_v5_lite",
+    "v5p": "tpu:tpu_v5",
+    "v6e": "tpu:tpu_v6_lite",
+    "v4": "tpu:tpu_v4",
+    "tpu7x": "tpu:tpu7x",
+}
+_TOPOLOGIES = {**attention_tpu.TOPOLOGIES, "v4": "v4:2x2x1", "tpu7x": "tpu7x:2x2x1"}
+# Query heads for each key head, by dtype and the key heads of a block; and queries of a block.
+_HEADS: dict[str, dict[int, tuple[int, ...]]] = {
+    "bfloat16": {
+        1: (2, 4, 8, 16),
+        2: (1, 2, 4, 8, 16),
+        4: (1, 2, 4, 8, 12, 16),
+        8: (1, 2, 4, 6, 8, 10, 12, 16),
+        16: (3, 5, 7),
+    },
+    "float32": {1: (1, 2, 4, 8, 16), 2: (1, 2, 4, 8, 12, 16), 4: (1, 2, 4, 6, 8, 10, 12, 16), 8: (3, 5, 7)},
+}
+_SHORT = 6 << 20  # bytes of both operands of a product; if they have fewer, XLA may keep them in vector memory
+_QUERIES = (8, 16, 32, 64, 128)
 _DIMS = (4096, 2048, 5120, 8192, 1024, 3072, 7168, 6144, 2880, 3584, 1536, 768)
-_LEAST = 170 << 20  # bytes of an array; a chip has 128 MiB of vector memory at most
-_OF_SPACE = 100  # seeds from here have parameters of the space
+_OF_SPACE, _OF_TILES = 100, 200  # seeds from here have parameters of the space, or any tiles
 
 
 def drawn(seed: int, index: int) -> dict[str, Any]:
     """Return a call, its parameters and our estimates."""
     dice = random.Random(f"others {seed} {index}")
+    if seed >= _OF_TILES:
+        product = _with_tiles(dice)
+        return product | estimated(product)
     while seed:
         kind = dice.choice(_KINDS)
         sizes = (_product if "megablox" in kind else _norm if "norm" in kind else _paged)(dice)
@@ -40,8 +64,7 @@ def drawn(seed: int, index: int) -> dict[str, Any]:
         if implementation.unsupported(call) is None:
             break
     else:
-        case = _listed()[index]
-        implementation, call = described(case)
+        return _listed()[index] | estimated(_listed()[index])
     params = implementation.heuristic(call)
     if seed >= _OF_SPACE:
         params = dice.choice([one for one in implementation.space(call) if implementation.doubt(call, one) is None])
@@ -52,37 +75,46 @@ def drawn(seed: int, index: int) -> dict[str, Any]:
 def estimated(case: dict[str, Any]) -> dict[str, Any]:
     """Return our estimates for a case, and whether its kernel is in the table of compiled ones."""
     from ejkernel.kernels._vector_memory import compiled
+    from ejkernel.kernels.paged_attention import _ragged_memory
 
     implementation, call = described(case)
-    need = _estimator(implementation).memory(call, _params_of(case))
-    return {"estimated": [need.most], "least": [need.least], "in table": parts_of(case)[0].form in compiled()}
+    params = _params_of(case)
+    need = _estimator(implementation).memory(call, params)
+    is_ragged = case["kind"] == "tpu_ragged"
+    known = _ragged_memory.is_listed(call, params) if is_ragged else parts_of(case)[0].form in compiled()
+    return {"estimated": [need.most], "least": [need.least], "in table": known}
 
 
 @functools.cache
 def _listed() -> list[dict[str, Any]]:
-    """Return common calls with kernels of different forms, and with arrays too long for vector memory."""
-    every: list[dict[str, Any]] = []
+    """Return common products with kernels of different forms, then kernels of ragged paged attention."""
+    found: dict[str, dict[str, Any]] = {}
     tiles = itertools.product(_DEVICES, _KINDS[:2], (16_384, 65_536, 2048, 4096), (4096, 1408, 768), (4096, 768))
     for chip, kind, rows, inner, columns in tiles:
         sizes: dict[str, Any] = {"rows": rows, "inner": inner, "columns": columns, "groups": 32}
         sizes |= {"dtype": "bfloat16", "out_dtype": "bfloat16"}
-        every.append({"chip": chip, "kind": kind, "sizes": sizes, "backward": False})
-    for chip, kv_heads, group, tokens in itertools.product(_DEVICES, (8, 4), (4, 8, 1, 2, 6), (64, 8)):
-        sizes = {"q": (tokens, kv_heads * group, 128), "pages": (2048, 16, kv_heads, 2, 128)}
-        sizes |= {"table": (8, 128), "dtype": "bfloat16", "cache_dtype": "bfloat16", "scale": 0.1}
-        every.append({"chip": chip, "kind": "tpu_ragged", "sizes": sizes, "backward": False})
-    norms = itertools.product(_DEVICES, _DIMS, ("rms_norm", "layer_norm"), (False, True), (False, True))
-    for chip, dim, kind, backward, residual in norms:
-        sizes = {"rows": (_LEAST // dim // 2 & -1024) + 1024, "dim": dim, "dtype": "bfloat16", "eps": 1e-6}
-        every.append({"chip": chip, "kind": kind, "sizes": sizes | {"residual": residual}, "backward": backward})
-    found: dict[str, dict[str, Any]] = {}
-    for case in every:
+        case: dict[str, Any] = {"chip": chip, "kind": kind, "sizes": sizes, "backward": False}
         implementation, call = described(case)
-        if implementation.unsupported(call) is None:
-            sizes = dataclasses.asdict(implementation.heuristic(call))
-            (parts,) = parts_of(case | {"params": sizes})
-            found.setdefault(parts.form, case)
-    return list(found.values())
+        case["params"] = dataclasses.asdict(implementation.heuristic(call))
+        found.setdefault(parts_of(case)[0].form, case)
+    ragged = [_alone(chip, *place) for chip in _DEVICES for dtype in _HEADS for place in _blocks_of(dtype)]
+    return [*found.values(), *sorted(ragged, key=lambda case: case["work"])]
+
+
+def _blocks_of(dtype: str) -> Iterator[tuple[str, int, int, int, int]]:
+    for kv_heads, groups in _HEADS[dtype].items():
+        for group, queries, power in itertools.product(groups, _QUERIES, range(4, 13)):
+            yield dtype, kv_heads, group, queries, 1 << power
+
+
+def _alone(chip: str, dtype: str, kv_heads: int, group: int, queries: int, keys: int) -> dict[str, Any]:
+    """Return a kernel with these heads and blocks."""
+    page, heads = min(keys, 64), kv_heads * group
+    sizes = {"q": (2 * queries, heads, 128), "pages": (512, page, kv_heads, 2, 128), "dtype": dtype, "scale": 0.1}
+    sizes |= {"table": (8, max(64, keys // page)), "cache_dtype": dtype}
+    params = {"block_pages": keys // page, "block_queries": queries}
+    case = {"chip": chip, "kind": "tpu_ragged", "sizes": sizes, "backward": False, "params": params}
+    return case | {"alone": True, "work": heads * queries * keys}
 
 
 def _product(dice: random.Random) -> dict[str, Any]:
@@ -97,6 +129,22 @@ def _product(dice: random.Random) -> dict[str, Any]:
         "dtype": dtype,
         "out_dtype": dtype,
     }
+
+
+def _with_tiles(dice: random.Random) -> dict[str, Any]:
+    """Return a product of several tiles, with a rest or without, or of a single one along the sum."""
+    while True:
+        kind, m = dice.choice(_KINDS[:2]), dice.choice((128, 256, 512, 1024))
+        k, n = dice.choice((128, 256, 512, 768, 1024)), dice.choice((128, 256, 512, 1024))
+        inner = k if kind == "megablox" and dice.random() < 0.3 else 4 * k - dice.choice((0, k // 2))
+        dtype, out_dtype = dice.choice((("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")))
+        sizes = {"rows": max(8 * m, 4096), "groups": 8, "inner": inner, "columns": 4 * n, "dtype": dtype}
+        sizes |= {"out_dtype": out_dtype, "transpose_rhs": kind == "megablox" and dice.random() < 0.5}
+        case = {"chip": dice.choice(tuple(_DEVICES)), "kind": kind, "sizes": sizes, "backward": False}
+        case["params"] = {"block_m": m, "block_k": k, "block_n": n}
+        implementation, call = described(case)
+        if implementation.doubt(call, _params_of(case)) is None:
+            return case
 
 
 def _norm(dice: random.Random) -> dict[str, Any]:
@@ -144,6 +192,26 @@ def parts_of(case: dict[str, Any]) -> list[Any]:
     return [_estimator(implementation).parts_of(call, _params_of(case))]
 
 
+def has_all_windows(case: dict[str, Any]) -> bool:
+    """Return whether XLA keeps no array of a kernel, or `kept` has the windows that are missing."""
+    if "megablox" not in case["kind"]:
+        return True
+    (_, call), size = described(case), 4 if case["sizes"]["dtype"] == "float32" else 2
+    matrices = call.groups * call.inner if case["kind"] == "megablox" else call.rows
+    return bool((call.rows * call.inner + matrices * call.columns) * size >= _SHORT)
+
+
+def add_registers(tables: dict[str, Any], case: dict[str, Any]) -> None:
+    """Add the registers that a kernel of `tpu_ragged` keeps in memory to their table."""
+    from ejkernel.kernels._vector_memory import REGISTER
+    from ejkernel.kernels.paged_attention import _ragged_memory
+
+    (_, call), (parts,) = described(case), parts_of(case)
+    queries, keys = (str(size) for size in _ragged_memory.block_of(call, _params_of(case)))
+    row = tables.setdefault(_ragged_memory.form_of_heads(call), {}).setdefault(queries, {})
+    row[keys] = -(-(case["used"][0] - parts.known) // REGISTER)
+
+
 def _params_of(case: dict[str, Any]) -> Any:
     implementation, call = described(case)
     return implementation.params_type(backward=call.backward)(**case["params"])
@@ -152,9 +220,9 @@ def _params_of(case: dict[str, Any]) -> Any:
 def _estimator(implementation: Any) -> Any:
     """Return the object with the estimate of an implementation."""
     from ejkernel.kernels._row_norms import pallas
-    from ejkernel.kernels.paged_attention import tpu_ragged
+    from ejkernel.kernels.paged_attention import _ragged_memory
 
-    return {"pallas": pallas, "tpu_ragged": tpu_ragged}.get(implementation.name, implementation)
+    return {"pallas": pallas, "tpu_ragged": _ragged_memory}.get(implementation.name, implementation)
 
 
 # --- in the process that compiles ---
@@ -169,17 +237,26 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
 
     implementation, call = described(case)
     params = _params_of(case)
-    sharding = compat.tpu_topology_sharding(attention_tpu.TOPOLOGIES[case["chip"]])
+    sharding = compat.tpu_topology_sharding(_TOPOLOGIES[case["chip"]])
     like = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
 
     def run(*args: Any) -> Any:
+        if case.get("alone"):
+            q, pages, table, offsets, lengths, count = args[:6]
+            how: dict[str, Any] = {"scale": 0.1, "window": None, "soft_cap": None}
+            how["blocks"] = tuple(case["params"].values())
+            pages = pages.reshape(*pages.shape[:2], -1, pages.shape[4])
+            return compat.tpu_ragged_paged_attention(q, pages, lengths, table, offsets, count, **how)
         if call.backward:
             return implementation.backward(call, *args, params=params)
         return implementation.forward(call, *args, params=params)[0]
 
+    args = _arguments(case["kind"], call, like)
+    if case.get("alone"):
+        args = (*args[:5], like((1,), "int32"))
     (device,) = sharding.device_set
     with compat.abstract_device("tpu", device.device_kind, 1):
-        traced = jax.jit(run).trace(*_arguments(case["kind"], call, like))
+        traced = jax.jit(run).trace(*args)
         if implementation.name == "pallas":
             (found,) = tpu_windows.memory_of(traced)
             return {"used": [found.used], "kept": [found.kept]}
@@ -193,8 +270,9 @@ def _arguments(kind: str, call: Any, like: Callable[..., Any]) -> tuple[Any, ...
         scalars = (like((size,), number) for size in (sequences + 1, sequences))
         return (like(call.q, own), like(call.pages, own), like(call.table, number), *scalars, *[None] * 4)
     if "megablox" in kind:
-        matrices = (call.groups, call.inner) if kind == "megablox" else (call.rows,)
-        return like((call.rows, call.inner), own), like((*matrices, call.columns), own), like((call.groups,), "int32")
+        matrix = (call.columns, call.inner) if call.transpose_rhs else (call.inner, call.columns)
+        rhs = like((call.groups, *matrix) if kind == "megablox" else (call.rows, call.columns), own)
+        return like((call.rows, call.inner), own), rhs, like((call.groups,), "int32")
     x, vector, column = (
         like((call.rows, call.dim), own),
         like((call.dim,), own),
@@ -213,17 +291,17 @@ def _arguments(kind: str, call: Any, like: Callable[..., Any]) -> tuple[Any, ...
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return the distribution of the ratios by kind, as a Markdown table."""
+    compiled = [one for one in results if "used" in one]
     classes: dict[str, list[float]] = {}
     for kind, known in itertools.product(dict.fromkeys(_KINDS), (True, False)):
-        own = [one for one in results if one["kind"] == kind and one["in table"] is known]
+        own = [one for one in compiled if one["kind"] == kind and one["in table"] is known]
         name = f"{kind}, {'in the table' if known else 'others'}"
-        classes[name] = [ratio for one in own if not any(one.get("kept", ())) for ratio in memory_tpu.ratios(one)]
-        short = [one | {"estimated": [one["estimated"][0] - one["kept"][0]]} for one in own if any(one.get("kept", ()))]
-        classes[f"{name}, without missing windows"] = [ratio for one in short for ratio in memory_tpu.ratios(one)]
-    above = sum(one["least"][0] > used for one in results for used in one.get("used", ()))
-    failed = sum("error" in one for one in results)
-    notes = f"The lower estimate exceeds the compiler's figure in {above} kernels. {failed} calls did not compile."
-    return "\n".join([*ratio_table(classes), "", notes])
+        classes[name] = [ratio for one in own if not one["kept"][0] for ratio in memory_tpu.ratios(one)]
+        short = [one | {"used": [one["used"][0] + one["kept"][0]]} for one in own if one["kept"][0]]
+        classes[f"{name}, missing windows added"] = [ratio for one in short for ratio in memory_tpu.ratios(one)]
+    above = sum(one["least"][0] > one["used"][0] + one["kept"][0] for one in compiled)
+    notes = f"The lower estimate exceeds the compiler's figure in {above} kernels."
+    return "\n".join([*ratio_table(classes), "", f"{notes} {len(results) - len(compiled)} calls did not compile."])
 
 
 DRAWS = Draws(

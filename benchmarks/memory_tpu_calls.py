@@ -97,17 +97,22 @@ def described(case: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 def parts_of(case: dict[str, Any]) -> list[Any]:
     """Return the memory of each kernel by its causes, in the order of the kernels' names."""
+    implementation, call, _ = described(case)
+    return parts_of_call(implementation, call, params_of(implementation, call, case["params"]))
+
+
+def parts_of_call(implementation: Any, call: Any, params: Any) -> list[Any]:
+    """Return the memory of each kernel of a call by its causes."""
     from ejkernel.kernels.flash_attention import _splash_memory, splash
     from ejkernel.kernels.flash_attention.pallas_tpu import choices
 
-    implementation, call, _ = described(case)
-    params = _params_of(implementation, call, case["params"])
-    if case["implementation"] == "splash":
+    if implementation.name == "splash":
         return [_splash_memory.parts_of(call, name, own) for name, own in splash.blocks_of(params).items()]
     return choices.parts_of(call, params)
 
 
-def _params_of(implementation: Any, call: Any, sizes: dict[str, Any]) -> Any:
+def params_of(implementation: Any, call: Any, sizes: dict[str, Any]) -> Any:
+    """Return parameters with these sizes."""
     own = dict(sizes)
     if own.get("query") is not None:
         own["query"] = implementation.params_type(backward=False)(**own["query"])
@@ -134,7 +139,7 @@ def compiled(case: dict[str, Any]) -> dict[str, Any]:
 
     implementation, call, operands = described(case)
     operands = tpu_windows.placed(operands, attention_tpu.TOPOLOGIES[case["chip"]])
-    params = _params_of(implementation, call, case["params"])
+    params = params_of(implementation, call, case["params"])
     found = tpu_windows.of_attention(implementation, call, operands, params)
     return {"used": [one.used for one in found], "kept": [one.kept for one in found]}
 

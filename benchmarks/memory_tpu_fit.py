@@ -4,9 +4,9 @@
 The results are files of `benchmarks.memory_tpu`, `memory_splash_tpu`, `memory_tpu_calls`, `memory_others_tpu` and
 `heuristics_tpu`.
 
-`table` writes the table of compiled kernels. Kernels of one form take the same vector memory for intermediate values.
-The table has these bytes for each form, the highest if several kernels of a form were compiled. Prints how far the
-kernels of a form differ.
+`table` adds to the table of compiled kernels. Kernels of one form take the same vector memory for intermediate values.
+The table has these bytes for each form, the highest if several kernels of a form were compiled, and the registers of
+`tpu_ragged`. Prints how far the kernels of a form differ.
 
 `pallas_tpu`, `splash` and `others` fit the estimates of kernels that are not in the table. For each kind of kernel, a
 linear program finds weights of the sizes that the estimate has. They minimise the sum of the estimates, each over the
@@ -33,6 +33,8 @@ from benchmarks import attention_tpu, heuristics_tpu, memory_others_tpu, memory_
 from benchmarks.drawn_tpu import Draws
 
 _MARGINS = (0.04, 0.6)
+_OF_PRODUCTS = 0.3  # the margin of grouped products, and the weight of a constant; twice that in float32
+_OF_NORMS = 0.12  # the least margin of row norms
 _FEW = 40  # kernels of a kind; for fewer, the margin covers all that are left out
 _FOLDER = Path(__file__).parents[1] / "src/ejkernel/kernels"
 _WEIGHTS = {
@@ -79,7 +81,8 @@ def kernels(results: Sequence[dict[str, Any]]) -> Iterator[Kernel]:
         if "used" not in one:
             continue
         if "sizes" in one:
-            yield from (Kernel(parts, *one["used"]) for parts in memory_others_tpu.parts_of(one))
+            (parts,) = memory_others_tpu.parts_of(one)
+            yield Kernel(parts, one["used"][0] + one.get("kept", (0,))[0])
             continue
         if "kv_heads" in one:
             parts = heuristics_tpu.parts_of(one)
@@ -155,10 +158,16 @@ def shares(ratios: Sequence[float]) -> str:
     )
 
 
+def weights_of(what: str) -> dict[str, dict[str, float]]:
+    """Return the weights that the package has; kinds without results keep theirs."""
+    module = _WEIGHTS[what].removesuffix(".py").replace("/", ".")
+    found: dict[str, dict[str, float]] = importlib.import_module(f"ejkernel.kernels.{module}").WEIGHTS
+    return found
+
+
 def merged(results: Sequence[dict[str, Any]], what: str, table: dict[str, dict[str, float]], out: Path) -> None:
     """Write all results for `what` with the estimates of new weights, and their table."""
-    module = _WEIGHTS[what].removesuffix(".py").replace("/", ".")
-    weights: dict[str, dict[str, float]] = importlib.import_module(f"ejkernel.kernels.{module}").WEIGHTS
+    weights = weights_of(what)
     weights.clear()
     weights.update(table)
     draws, estimated = _DRAWS[what]
@@ -174,16 +183,27 @@ def merged(results: Sequence[dict[str, Any]], what: str, table: dict[str, dict[s
     out.with_suffix(".md").write_text(f"{head}\n\n{draws.table(found)}\n")
 
 
-def write_table(found: Iterable[Kernel]) -> None:
-    """Write the table of compiled kernels, and print how far those of one form differ."""
+def write_table(results: Sequence[dict[str, Any]]) -> None:
+    """Add kernels to the table of compiled ones, and print how far those of one form differ."""
+    tables = json.loads(_TABLE.read_text())
     by_form: dict[str, list[Kernel]] = {}
-    for one in found:
-        by_form.setdefault(one.parts.form, []).append(one)
-    table = {form: max(one.used - one.parts.known for one in several) for form, several in sorted(by_form.items())}
-    above = [(one.parts.known + table[form]) / one.used for form, several in by_form.items() for one in several]
-    print(f"{len(above)} kernels of {len(table)} forms; the highest of a form is up to {max(above) - 1:.1%} above")
-    versions = attention_tpu.versions() | {"device": "compiled"}
-    _TABLE.write_text(f"{json.dumps({'what': _WHAT, 'versions': versions, 'bytes': table}, indent=1)}\n")
+    whole = [one for one in results if "sizes" not in one or memory_others_tpu.has_all_windows(one)]
+    for one in kernels(whole):
+        if one.parts.form:
+            by_form.setdefault(one.parts.form, []).append(one)
+    found = {form: max(one.used - one.parts.known for one in several) for form, several in by_form.items()}
+    above = [(one.parts.known + found[form]) / one.used for form, several in by_form.items() for one in several]
+    furthest = max(above, default=1.0) - 1
+    print(f"{len(above)} kernels of {len(found)} forms; the highest of a form is up to {furthest:.1%} above")
+    tables["bytes"] = dict(sorted((tables["bytes"] | found).items()))
+    for result in results:
+        if result.get("alone") and "used" in result:
+            memory_others_tpu.add_registers(tables["registers"], result)
+    tables |= {"what": _WHAT, "versions": attention_tpu.versions() | {"device": "compiled"}}
+    registers = ",\n".join(
+        f"  {json.dumps(form)}: {json.dumps(row)}" for form, row in sorted(tables.pop("registers").items())
+    )
+    _TABLE.write_text(f'{json.dumps(tables, indent=1)[:-2]},\n "registers": {{\n{registers}\n }}\n}}\n')
 
 
 def fit(found: Iterable[Kernel], covered: float) -> dict[str, dict[str, float]]:
@@ -195,6 +215,12 @@ def fit(found: Iterable[Kernel], covered: float) -> dict[str, dict[str, float]]:
     for kind, several in sorted(by_kind.items()):
         weights, pairs = fitted(several), left_out(several)
         margin = margin_of(pairs, covered if len(several) >= _FEW else 1.0)
+        if "norm" in kind:
+            margin = max(margin, _OF_NORMS)
+        if kind.startswith("grouped"):
+            # their values are few, or none, so that a share of them says little
+            margin = _OF_PRODUCTS * (2 if "float32" in kind else 1)
+            weights["constant"] = weights.get("constant", 0.0) + margin
         print(f"{kind}: {len(several)} kernels, margin {margin:.2f}")
         # rounded up, so that no estimate of the fit is below the compiler's figure
         table[kind] = {name: round(weight * (1 + margin) + 5e-4, 3) for name, weight in weights.items()}
@@ -218,10 +244,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         data = json.loads(file.read_text())
         results += [{"seed": data.get("seed")} | one for one in data["results"]]
     if given.what == "table":
-        write_table(kernels(results))
+        write_table(results)
         return
     results = [one for one in results if implementation_of(one) == given.what]
-    table = fit(kernels(results), given.covered)
+    table = weights_of(given.what) | fit(kernels(results), given.covered)
     (_FOLDER / _WEIGHTS[given.what]).write_text(f"{_HEAD}{json.dumps(table, indent=4)}\n")
     if given.merged is not None:
         merged(results, given.what, table, given.merged)

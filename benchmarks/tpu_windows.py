@@ -94,11 +94,12 @@ def _kept(name: str, types: list[str], mappings: Mapping[str, Any]) -> int:
     (grid,) = (grid for kernel, grid in mappings.items() if name.split(".")[0] == kernel)
     windows = types[grid.num_index_operands + grid.num_dynamic_grid_bounds :]
     pairs = zip(grid.block_mappings, windows, strict=True)
-    return sum(_window(mapping, array) for mapping, array in pairs if "S(1)" in array)
+    buffers = 1 if set(grid.grid) == {1} else 2
+    return sum(buffers * _window(mapping, array) for mapping, array in pairs if "S(1)" in array)
 
 
 def _window(mapping: Any, array: str) -> int:
-    """Return the bytes of both buffers of a window; its last two dimensions are padded to tiles."""
+    """Return the bytes of one buffer of a window; its last two dimensions are padded to tiles."""
     block = mapping.transformed_block_aval
     tile = _TILE.search(array)
     assert tile is not None, array
@@ -106,5 +107,5 @@ def _window(mapping: Any, array: str) -> int:
     rows, columns = (
         -(-size // int(unit)) * int(unit) for size, unit in zip((rows, columns), tile.groups(), strict=True)
     )
-    size: int = 2 * math.prod(rest) * rows * columns * block.dtype.itemsize
+    size: int = math.prod(rest) * rows * columns * block.dtype.itemsize
     return size

@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import jax
 import pytest
+from benchmarks import heuristics_tpu
 
 from ejkernel.kernels._vector_memory import Need, limit_of, memory_of, untuned_of
+from ejkernel.kernels.flash_attention import _splash_weights
 from ejkernel.kernels.flash_attention.common import Operands, Rules, describe
+from ejkernel.kernels.flash_attention.pallas_tpu import spilled
 from ejkernel.kernels.flash_attention.pallas_tpu.implementation import PallasTpu
 from ejkernel.kernels.flash_attention.splash import Splash
 from ejkernel.kernels.rms_norm.operation import RmsNormCall
@@ -39,6 +44,15 @@ def test_the_message_says_which_chip_and_how_to_name_it():
     assert need.doubt(64 * MIB, CALL).endswith("a kernel may take 67108864 on this chip.")
     assert "on every TPU. The chip is unknown; to name it, lower the program" in need.doubt(64 * MIB, UNKNOWN)
     assert need.fault(40 * MIB, CALL) is need.doubt(80 * MIB, UNKNOWN) is None
+
+
+def test_no_untuned_attention_of_a_v4_takes_more_than_the_estimate():
+    file = Path(heuristics_tpu.__file__).parent / "results/heuristics_tpu.json"
+    results = [one for one in json.loads(file.read_text())["results"] if one["chip"] == "v4" and one.get("used")]
+    assert len(results) > 70
+    for one in results:
+        weights = _splash_weights.WEIGHTS if one["implementation"] == "splash" else spilled.WEIGHTS
+        assert max(one["used"]) <= max(parts.need(weights).most for parts in heuristics_tpu.parts_of(one)), one
 
 
 def lowered(implementation, query, mapped=()):

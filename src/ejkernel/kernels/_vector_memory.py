@@ -20,6 +20,7 @@ from ejkernel import compat
 from ejkernel.ops.implementation import OperationCall
 
 LANES = 128  # elements of a vector register's row
+REGISTER = 4096  # bytes of a vector register
 USUAL_LIMIT = 16 << 20  # bytes that a kernel may take by default
 _LONG = 6 << 20  # bytes; operands that take this much or more are in HBM
 WIDE_UNITS = ("tpu:tpu_v6_lite", "tpu:tpu7x")  # chips with a matrix unit 256 wide
@@ -79,6 +80,10 @@ class Parts(NamedTuple):
     sizes: Mapping[str, int]
     form: str = ""
 
+    def times(self, share: float) -> Parts:
+        """Return the parts of a kernel that keeps `share` times as many intermediate values."""
+        return self._replace(sizes={name: math.ceil(size * share) for name, size in self.sizes.items()})
+
     def need(self, weights: Mapping[str, Mapping[str, float]]) -> Need:
         """Return the lower bound, and the upper estimate from the table or a weighted sum of the sizes."""
         if self.form in compiled():
@@ -88,15 +93,26 @@ class Parts(NamedTuple):
         return Need(self.least, max(self.least, most))
 
 
-@functools.cache
 def compiled() -> dict[str, int]:
     """Return the table of compiled kernels: the bytes of intermediate values in kernels of common calls, by form.
 
     They are negative if the compiler keeps some known bytes in registers. Written by `python -m
     benchmarks.memory_tpu_fit table`.
     """
+    found: dict[str, int] = _tables()["bytes"]
+    return found
+
+
+def spilled_registers() -> dict[str, dict[str, dict[str, int]]]:
+    """Return the registers that kernels of `tpu_ragged` keep in memory, by form, and queries and keys of a block."""
+    found: dict[str, dict[str, dict[str, int]]] = _tables()["registers"]
+    return found
+
+
+@functools.cache
+def _tables() -> dict[str, Any]:
     file = resources.files("ejkernel") / "data" / "compiled" / "tpu.json"
-    found: dict[str, int] = json.loads(file.read_text(encoding="utf-8"))["bytes"]
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
 
 
@@ -108,7 +124,7 @@ def form_of(call: OperationCall, *words: str) -> str:
 def with_chips(call: OperationCall, sizes: Mapping[str, int]) -> dict[str, int]:
     """Return sizes, and the same for each chip alone: the compiler keeps different shares of them."""
     own = dict(sizes)
-    for chip in ("tpu:tpu_v5_lite", "tpu:tpu_v6_lite"):
+    for chip in ("tpu:tpu_v5_lite", "tpu:tpu_v6_lite", "tpu:tpu_v4", "tpu:tpu7x"):
         own |= {f"{name}, {chip}": size * (call.device_fingerprint == chip) for name, size in sizes.items()}
     return own
 

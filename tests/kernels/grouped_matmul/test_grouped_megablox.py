@@ -144,6 +144,27 @@ def test_parameters_that_do_not_fit_or_that_it_counts_wrongly_are_refused():
     assert Megablox().params_fault(large, MegabloxParams(block_m=256)) is None
 
 
+# Bytes that Google's compiler used, libtpu 0.0.48.1; the left operand is kept if a tile is wider than the matrix unit.
+@pytest.mark.parametrize(
+    ("implementation", "chip", "tile", "inner", "changes", "taken"),
+    [
+        (Megablox(), "tpu:tpu_v5_lite", (512, 1024, 256), 4096, {}, 5_234_688),
+        (Megablox(), "tpu:tpu_v6_lite", (512, 1024, 256), 4096, {}, 4_599_808),
+        (Megablox(), "tpu:tpu_v5_lite", (512, 1024, 1024), 1024, {}, 10_047_488),
+        (Megablox(), "tpu:tpu_v5", (512, 1024, 256), 3584, {"transpose_rhs": True}, 5_230_592),
+        (Megablox(), "tpu:tpu_v5_lite", (512, 1024, 256), 3584, {"out_dtype": "float32"}, 5_754_880),
+        (MegabloxWgrad(), "tpu:tpu_v6_lite", (512, 512, 512), 2048, {}, 4_841_472),
+        (MegabloxWgrad(), "tpu:tpu_v5_lite", (512, 1024, 256), 4096, {}, 5_611_520),
+    ],
+    ids=str,
+)
+def test_a_kernel_takes_no_more_than_the_estimate(implementation, chip, tile, inner, changes, taken):
+    m, k, n = tile
+    call = dataclasses.replace(CALL, rows=8 * m, inner=inner, columns=4 * n, device_fingerprint=chip, **changes)
+    need = implementation.memory(call, MegabloxParams(block_m=m, block_k=k, block_n=n))
+    assert need.least <= taken <= need.most <= 1.2 * taken
+
+
 @pytest.mark.parametrize("implementation", [Megablox(), MegabloxWgrad(), MegabloxActivation()], ids=str)
 @pytest.mark.parametrize("rows", [1, 40, 8192, 1 << 20])
 def test_a_space_has_fitting_configurations_and_the_heuristic(implementation, rows):

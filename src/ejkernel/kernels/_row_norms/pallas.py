@@ -13,24 +13,24 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._spilled import WEIGHTS
 from ejkernel.kernels._varying import unify_varying
-from ejkernel.kernels._vector_memory import LANES, Need, Parts, form_of, limit_of, up, usual_of, with_chips
+from ejkernel.kernels._vector_memory import LANES, Need, Parts, limit_of, up, usual_of, with_chips
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.messages.names import NamedFields
 from ejkernel.ops.utils.values.signature import is_known
 
-from .common import RESIDUALS, Formula, RowNormCall
+from .common import RESIDUALS, RowNormCall
+from .strips import CHUNK, SUMS, differentiate, normalize, rows_of_strip
 
 CallT = TypeVar("CallT", bound=RowNormCall)
 
 # Rows of one tile of vector memory, by dtype.
 _TILE = {"float32": 8, "bfloat16": 16}
-_SUMS = 8  # rows of the sums over rows: one tile of float32
+_ONE_BUFFER = ("tpu:tpu_v5",)  # chips with one buffer of windows that do not move
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +44,8 @@ class PallasParams(NamedFields):
     block_rows: int = 64
 
     def __post_init__(self) -> None:
-        if type(self.block_rows) is not int or self.block_rows < _SUMS or self.block_rows % _SUMS:
-            raise ConfigError(f"block_rows must be a multiple of {_SUMS}, got {self.block_rows!r}; try 64.")
+        if type(self.block_rows) is not int or self.block_rows < SUMS or self.block_rows % SUMS:
+            raise ConfigError(f"block_rows must be a multiple of {SUMS}, got {self.block_rows!r}; try 64.")
 
 
 class Pallas(Implementation[CallT], Generic[CallT]):
@@ -104,7 +104,7 @@ class Pallas(Implementation[CallT], Generic[CallT]):
         rows = [x] if residual is None else [x, residual]
         launch = _Launch(call, params, x)
         found = launch(
-            functools.partial(_normalize, formula=formula),
+            functools.partial(normalize, formula=formula),
             [*map(launch.rows, rows), *map(launch.vector, _given(vectors))],
             [launch.row_shape(x.dtype)] * len(rows) + [launch.column_shape()] * (1 + formula.centred),
         )
@@ -125,7 +125,7 @@ class Pallas(Implementation[CallT], Generic[CallT]):
         several, weights = 1 + len(cotangents), len(given) - 1 - len(cotangents) - len(stats)
         launch = _Launch(call, params, arrays[0])
         dx, *sums = launch(
-            functools.partial(_differentiate, formula=formula, total=call.rows),
+            functools.partial(differentiate, formula=formula, total=call.rows),
             [
                 *map(launch.rows, arrays[:several]),
                 *map(launch.vector, arrays[several : several + weights]),
@@ -147,21 +147,25 @@ def memory(call: RowNormCall, params: PallasParams) -> Need:
 def parts_of(call: RowNormCall, params: PallasParams) -> Parts:
     """Return the memory of a kernel by its causes.
 
-    The known bytes are two buffers of each window of rows, and of the columns, where a value for each row takes a
-    register's row. The compiler's schedule decides how many float32 values of a block take memory, too.
+    The known bytes are two buffers of each window, or one for a single block: of rows, of the columns, where a value
+    for each row takes a register's row, of the vectors, and of the sums over rows. One chip has one buffer of windows
+    that do not move. The compiler also keeps values of a chunk of columns, if they are too many for its registers.
     """
     dim, size, is_centred = up(call.dim), jnp.dtype(call.dtype).itemsize, call.formula.centred
     arrays = (3 if call.backward else 2) + (1 if call.backward else 2) * call.residual
-    least = params.block_rows * dim * 2 * size * arrays
-    columns = 2 * (1 + is_centred) * 4 * LANES * params.block_rows
-    words = ["layer norm" if is_centred else "rms norm", "backward" if call.backward else "forward"]
-    words += ["residual"] * call.residual + ["float32"] * (size == 4)
-    sizes = with_chips(call, {"values": params.block_rows * dim, "row": _SUMS * dim})
-    sizes |= {"rows": params.block_rows * LANES, "constant": LANES * LANES}
-    kind = ", ".join(words)
-    masked = "masked" if call.backward and call.rows % params.block_rows else ""
-    form = form_of(call, kind, str(call.dim), f"block {params.block_rows}", masked, str(call.formula.weight))
-    return Parts(least, least + columns, kind, sizes, form)
+    buffers = 1 if call.rows <= params.block_rows else 2
+    least = buffers * params.block_rows * dim * size * arrays
+    columns = buffers * (1 + is_centred) * 4 * LANES * params.block_rows
+    vectors = (call.formula.weight is not None) + (call.formula.bias and not call.backward)
+    sums = ((call.formula.weight is not None) + call.formula.bias) * call.backward
+    fixed = (1 if call.device_fingerprint in _ONE_BUFFER else buffers) * 4 * dim * (vectors + SUMS * sums)
+    kind = f"{'layer' if is_centred else 'rms'} norm, {'backward' if call.backward else 'forward'}"
+    rows, is_loop = rows_of_strip(params.block_rows), dim >= 2 * CHUNK
+    # a loop over one chunk is none, so that its values and those of the rest are there together
+    sizes = {"loop": rows * CHUNK * is_loop, "rest": rows * (dim % CHUNK) * is_loop, "once": rows * dim * (not is_loop)}
+    sizes["more"] = rows * max(0, dim - CHUNK // 2) * (not is_loop)
+    sizes = with_chips(call, sizes)
+    return Parts(least, least + columns + fixed, kind, sizes)
 
 
 def _given(vectors: Sequence[Any]) -> list[Any]:
@@ -203,66 +207,8 @@ class _Launch:
         return self._struct((self._sizes[0], 1), jnp.float32), self._spec(1)
 
     def sum_shape(self) -> tuple[Any, Any]:
-        shape = (_SUMS, self._sizes[1])
+        shape = (SUMS, self._sizes[1])
         return self._struct(shape, jnp.float32), pl.BlockSpec(shape, lambda i: (0, 0))
 
     def _spec(self, columns: int) -> Any:
         return pl.BlockSpec((self._block, columns), lambda i: (i, 0))
-
-
-def _normalize(*refs: Any, formula: Formula) -> None:
-    left = list(refs)
-    x = left.pop(0)[...]
-    if formula.residual:
-        x = x + left.pop(0)[...]
-    weight = None if formula.weight is None else left.pop(0)[...].astype(jnp.float32) + formula.weight
-    bias = left.pop(0)[...].astype(jnp.float32) if formula.bias else None
-    out, *left = left
-    if formula.residual:
-        left.pop(0)[...] = x
-    normal = x.astype(jnp.float32)
-    if formula.centred:
-        mean = normal.mean(axis=-1, keepdims=True)
-        left.pop(0)[...] = mean
-        normal = normal - mean
-    scale = lax.rsqrt((normal * normal).mean(axis=-1, keepdims=True) + formula.eps)
-    left.pop(0)[...] = scale
-    normal = normal * scale
-    normal = normal if weight is None else normal * weight
-    out[...] = (normal if bias is None else normal + bias).astype(out.dtype)
-
-
-def _differentiate(*refs: Any, formula: Formula, total: int) -> None:
-    left = list(refs)
-    x, dout = left.pop(0)[...].astype(jnp.float32), left.pop(0)[...].astype(jnp.float32)
-    dsum = left.pop(0)[...] if formula.residual else None
-    weight = None if formula.weight is None else left.pop(0)[...].astype(jnp.float32) + formula.weight
-    centred = x - left.pop(0)[...] if formula.centred else x
-    scale = left.pop(0)[...]
-    dx, *sums = left
-    normal = centred * scale
-    dnormal = dout if weight is None else dout * weight
-    found = dnormal - normal * (dnormal * normal).mean(axis=-1, keepdims=True)
-    if formula.centred:
-        found = found - dnormal.mean(axis=-1, keepdims=True)
-    found = (found * scale).astype(dx.dtype)
-    dx[...] = found if dsum is None else found + dsum
-    terms = [*([] if weight is None else [dout * normal]), *([dout] if formula.bias else [])]
-    # Rows past the end of the array may hold any values.
-    inside = pl.program_id(0) * x.shape[0] + lax.broadcasted_iota(jnp.int32, x.shape, 0) < total
-    for ref, term in zip(sums, terms, strict=True):
-        _add(ref, jnp.where(inside, term, 0) if total % x.shape[0] else term)
-
-
-def _add(ref: Any, term: Any) -> None:
-    """Add the rows of a block to eight running sums."""
-    part = term.reshape(-1, _SUMS, term.shape[1]).sum(axis=0)
-    first = pl.program_id(0) == 0
-
-    @pl.when(first)
-    def _() -> None:
-        ref[...] = part
-
-    @pl.when(~first)
-    def _() -> None:
-        ref[...] += part

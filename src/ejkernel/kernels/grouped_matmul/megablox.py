@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import compat
+from ejkernel.kernels._spilled import WEIGHTS
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.kernels._vector_memory import (
     LANES,
+    WIDE_UNITS,
     Need,
     Parts,
     form_of,
@@ -25,6 +27,7 @@ from ejkernel.kernels._vector_memory import (
     memory_to_pass,
     untuned_of,
     up,
+    with_chips,
 )
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
@@ -38,9 +41,8 @@ _DTYPES = ("bfloat16", "float32")
 _MOST_TILES = 4096  # tiles of rows: the kernels locate them by a histogram in float32, which is wrong for 5000
 _ROWS = 16  # the granularity of tiles; that of columns is `LANES`
 _COLUMNS = (128, 256, 512, 1024)
-_WHOLE = 512  # the compiler's intermediates grow only up to this tile of k
-_SLACK = 64 << 10
-_WEIGHTS = {"": {"values": 1.0}}  # the number of intermediate values is an upper bound
+_ON_V4 = 1.8  # times as many values as of the few kernels in the fit
+_WHOLE = 512  # some intermediates grow only up to this size of the axis that a product sums over
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,24 +108,23 @@ class _Megablox(Implementation[GroupedMatmulCall]):
 
     def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> Need:
         """Return the bytes of vector memory."""
-        return self.parts_of(call, params).need(_WEIGHTS)
+        return self.parts_of(call, params).need(WEIGHTS)
 
     def parts_of(self, call: GroupedMatmulCall, params: MegabloxParams) -> Parts:
         """Return the memory of a product: two tiles of each operand and result, an accumulator, and intermediates.
 
-        The compiler's intermediates grow with the tile of k: in 80 compiled kernels up to 0.8 of the accumulator, or
-        somewhat more than a left operand.
+        With a single tile of k, the compiler keeps the accumulator in registers, and a part of it in memory.
         """
         m, (k, n) = params.block_m, (up(size) for size in _blocks(call, params))
         operands, out = (jnp.dtype(dtype).itemsize for dtype in (call.dtype, call.out_dtype))
-        intermediates = max(15 * m * n * min(k, _WHOLE) // (4 * _WHOLE), 5 * m * k // 2)
-        windows, accumulator = 2 * (operands * k * (m + n) + out * m * n), 4 * m * n
-        # with a single tile of k, the compiler may keep the accumulator in registers
-        is_single = params.block_k >= call.inner
-        words = ["single" if is_single else "", "transposed" if call.transpose_rhs else ""]
-        words += ["rest" if not is_single and call.inner % params.block_k else ""]
-        least = windows if is_single else windows + accumulator
-        return _parts("product", call, (m, k, n), (least, windows + accumulator, intermediates), *words)
+        right = _rows(call, params, call.transpose_rhs) * (k if call.transpose_rhs else n)
+        windows, is_single = 2 * (operands * (m * k + right) + out * m * n), params.block_k >= call.inner
+        words = ["single"] * is_single + ["transposed"] * call.transpose_rhs
+        words += ["rest"] * (not is_single and call.inner % params.block_k > 0)
+        known = windows if is_single else windows + 4 * m * n
+        sizes = {"sums": m * n, "left": m * k, "products": m * n * min(k, _WHOLE) // _WHOLE}
+        sizes |= {"left again": m * k * (n > _unit(call)), "long left": m * max(0, k - _WHOLE)}
+        return _parts(f"product{', single' * is_single}", call, (m, k, n), known, sizes, *words)
 
     def heuristic(self, call: GroupedMatmulCall) -> MegabloxParams:
         """Return the largest tiles that surely fit, if possible with at most the usual number of rows per group."""
@@ -196,23 +197,28 @@ class MegabloxWgrad(_Megablox):
         return one_by_one(compute, *args), ()
 
     def parts_of(self, call: GroupedMatmulCall, params: MegabloxParams) -> Parts:
-        """Return the memory of its tiles: two of each operand and result, an accumulator, and masked operands.
-
-        The compiler keeps only a part of the masked operands, at most 0.53 of them in 60 compiled kernels.
-        """
+        """Return the memory of its tiles: two of each operand and result, an accumulator, and masked operands."""
         m, (k, n) = params.block_m, (up(size) for size in _blocks(call, params))
         operands, out = (jnp.dtype(dtype).itemsize for dtype in (call.dtype, call.out_dtype))
-        least = 2 * operands * m * (k + n) + (2 * out + 4) * k * n
-        return _parts("weights", call, (m, k, n), (least, least, 13 * m * (k + n) // 5))
+        least = 2 * operands * m * (k + n) + (2 * out + 4) * _rows(call, params) * n
+        sizes = {"left": m * k, "right": m * n, "sums": k * n, "products": k * n * min(m, _WHOLE) // _WHOLE}
+        sizes |= {"left again": m * k * (n > _unit(call)), "long left": max(0, m - 2 * LANES) * k}
+        return _parts("weights", call, (m, k, n), least, sizes)
+
+
+def _unit(call: GroupedMatmulCall) -> int:
+    """Return the columns of the matrix unit: the compiler keeps a left operand for products of more columns."""
+    return 2 * LANES if call.device_fingerprint in WIDE_UNITS else LANES
 
 
 def _parts(
-    name: str, call: GroupedMatmulCall, tile: tuple[int, int, int], sizes: tuple[int, int, int], *words: str
+    name: str, call: GroupedMatmulCall, tile: tuple[int, int, int], known: int, sizes: dict[str, int], *words: str
 ) -> Parts:
-    """Return the memory of a kernel; `sizes` are its least and known bytes, and the most of intermediate values."""
-    least, known, most = sizes
-    form = form_of(call, f"grouped {name}", f"{call.dtype} to {call.out_dtype}", f"tile {tile}", *words)
-    return Parts(least, known, "", {"values": (most + _SLACK) // 4}, form)
+    """Return the memory of a kernel with these known bytes, and numbers of values that may be spilled."""
+    form = form_of(call, f"grouped {name.split(',')[0]}", f"{call.dtype} to {call.out_dtype}", f"tile {tile}", *words)
+    kind, sizes = f"grouped {name}, {call.dtype}", sizes | {"constant": LANES * LANES}
+    parts = Parts(known, known, kind, with_chips(call, sizes), form)
+    return parts.times(_ON_V4) if call.device_fingerprint == "tpu:tpu_v4" else parts
 
 
 def _product(
@@ -241,6 +247,11 @@ def _product(
 def _blocks(call: GroupedMatmulCall, params: MegabloxParams) -> tuple[int, int]:
     """Return the sizes of tiles along k and n; a tile may have any size that covers its whole axis."""
     return min(params.block_k, call.inner), min(params.block_n, call.columns)
+
+
+def _rows(call: GroupedMatmulCall, params: MegabloxParams, is_transposed: bool = False) -> int:
+    """Return the rows of a matrix's tile in memory; unlike its columns they are not padded to `LANES`."""
+    return up(_blocks(call, params)[is_transposed], 8)
 
 
 def _sizes(call: GroupedMatmulCall, groups: Groups) -> jax.Array:

@@ -16,18 +16,16 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import compat
-from ejkernel.kernels._spilled import WEIGHTS
 from ejkernel.kernels._varying import one_by_one
-from ejkernel.kernels._vector_memory import LANES, WIDE_UNITS, Need, Parts, form_of, limit_of, up, usual_of
+from ejkernel.kernels._vector_memory import LANES, limit_of, up, usual_of
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.messages.names import NamedFields
 from ejkernel.ops.utils.values.signature import is_known
 
+from ._ragged_memory import PACKING, heads_of_block, memory
 from .common import Operands, PagedCall, valid, within_cache
-
-_PACKING = {"float32": 1, "bfloat16": 2}  # elements in 32 bits, by supported dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +87,7 @@ class TpuRagged(Implementation[PagedCall]):
         sizes = (*call.q, *call.pages, *call.table)
         if not is_known(*sizes) or 0 in sizes:
             return "'tpu_ragged' needs sizes that are known and not 0; use 'xla'."
-        if call.dtype not in _PACKING or call.cache_dtype != call.dtype:
+        if call.dtype not in PACKING or call.cache_dtype != call.dtype:
             return (
                 f"'tpu_ragged' takes queries and cache of one dtype, bfloat16 or float32, got {call.dtype} and "
                 f"{call.cache_dtype}; use 'xla'."
@@ -169,7 +167,7 @@ def _attention(call: PagedCall, operands: Operands, blocks: tuple[int, int]) -> 
 
 
 def _layout_reason(call: PagedCall) -> str | None:
-    (_, heads, head_dim), packing = call.q, _PACKING[call.dtype]
+    (_, heads, head_dim), packing = call.q, PACKING[call.dtype]
     if head_dim != LANES:
         return f"'tpu_ragged' needs a head_dim of {LANES}, got {head_dim}; pad a smaller one, or use 'xla'."
     for name, count in (("kv_heads", 2 * call.pages[2]), ("heads", heads)):
@@ -183,37 +181,3 @@ def _layout_reason(call: PagedCall) -> str | None:
     if call.partitioned:
         return "'tpu_ragged' in a program that XLA partitions would gather the cache; use 'xla'."
     return None
-
-
-def heads_of_block(call: PagedCall) -> tuple[int, int]:
-    """Return the numbers of query heads and KV heads that one block of the kernel computes."""
-    most = 4 * _PACKING[call.dtype]
-    kv_heads = most if call.pages[2] % most == 0 else call.pages[2]
-    tiles, rest = divmod(kv_heads * call.group, _PACKING[call.dtype])
-    whole = rest == 0 and (tiles in (1, 2, 4, 8) or tiles % 8 == 0)
-    return (kv_heads * call.group, kv_heads) if whole else (call.q[1], call.pages[2])
-
-
-def memory(call: PagedCall, params: TpuRaggedParams) -> Need:
-    """Return the bytes of vector memory."""
-    return parts_of(call, params).need(WEIGHTS)
-
-
-def parts_of(call: PagedCall, params: TpuRaggedParams) -> Parts:
-    """Return the memory of the kernel by its causes: copies of pages, sums, windows, and the values of one step."""
-    heads, kv_heads = heads_of_block(call)
-    itemsize, dim = jnp.dtype(call.dtype).itemsize, call.pages[4]
-    queries, pages = params.block_queries, min(params.block_pages, call.table[1])
-    keys, rows = pages * call.pages[1], queries * call.group
-    least = 2 * keys * 2 * kv_heads * dim * itemsize + queries * heads * (2 * LANES + dim) * 4
-    buffers = 1 if call.q[0] <= queries and call.q[1] == heads else 2  # a single step needs one
-    windows = buffers * 2 * queries * heads * dim * itemsize
-    sizes = {"scores": rows * max(keys, LANES), "rows": rows * LANES, "keys": keys * dim}
-    sizes |= {f"{name} of heads": size * kv_heads for name, size in sizes.items()}
-    sizes |= {"queries": queries * heads * dim, "constant": LANES * LANES}
-    # chips with a matrix unit 128 wide keep less of rows that fill their tiles partly
-    is_partial, is_wide = call.group & (call.group - 1), call.device_fingerprint in WIDE_UNITS
-    kind = f"paged, {call.dtype}, {'wide unit' if is_wide else 'partial' if is_partial else 'whole'}"
-    # a window or soft cap changes less than 2 %
-    form = form_of(call, kind, f"heads {heads}/{kv_heads}", f"queries {queries}", f"keys {keys}")
-    return Parts(least, least + windows, kind, sizes, form)
