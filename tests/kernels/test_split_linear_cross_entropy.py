@@ -87,6 +87,20 @@ def test_second_derivatives_of_a_scalar_loss_over_a_mesh(mode):
     close(jax.jit(product)(*arrays()), found)
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_device_with_removed_columns_only_adds_nothing_to_derivatives(name):
+    x, weight, factors, bias, labels = arrays()
+    own = COLUMNS // mesh_of("auto").shape["model"]
+    given = (x, weight, factors, bias.at[-own:].set(-jnp.inf), labels % (COLUMNS - own))
+
+    def derivatives(*given):
+        both = jax.value_and_grad(lambda *two: FUNCTIONS[name](*two, *given[2:])[0], (0, 1))
+        return jax.jvp(both, given[:2], given[:2])
+
+    _, found = compiled(derivatives, given, SPECS["tokens and vocabulary"], mesh_of("auto"))
+    close(jax.jit(derivatives)(*given), found)
+
+
 def test_the_gradient_of_a_shared_weight_under_a_named_vmap_over_explicit_axes():
     def of_weight(x, weight, labels):
         def losses(x, labels):

@@ -14,7 +14,7 @@ from ejkernel import compat
 from ejkernel.kernels._numbers import accumulator, has_small_range, normalized
 from ejkernel.kernels._varying import unify_varying
 
-from .common import Coefficients, LinearCrossEntropyCall, Statistics, finite_top, log_of_sum
+from .common import Coefficients, LinearCrossEntropyCall, Statistics, expectation, finite_top, log_of_sum
 
 _HEADROOM = 2.0**12  # scales probabilities in float16: 65,504 is the largest number, 6e-8 the smallest
 
@@ -51,7 +51,8 @@ class Partial(NamedTuple):
     def finished(self) -> Statistics:
         """Return the statistics, also those that the call does not want."""
         top = lax.stop_gradient(self.top)
-        return Statistics(log_of_sum(self.top, self.total), self.label, self.sum, self.weighted / self.total, top)
+        expected = expectation(self.weighted, self.total)
+        return Statistics(log_of_sum(self.top, self.total), self.label, self.sum, expected, top)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -105,7 +105,13 @@ class Statistics(NamedTuple):
 
 def log_of_sum(top: jax.Array, total: jax.Array) -> jax.Array:
     """Return `top + log(total)`: the log-sum-exp, from the maximum and the sum of exponentials relative to it."""
-    return top + jnp.log(total)
+    # Without log(0) inside, so that derivatives are 0 and not NaN where a device's columns are all removed.
+    return jnp.where(total == 0, -jnp.inf, top + jnp.log(jnp.where(total == 0, 1, total)))
+
+
+def expectation(weighted: jax.Array, total: jax.Array) -> jax.Array:
+    """Return `weighted / total`: the expected logit; 0 where all logits are -inf, as on a device with only padding."""
+    return weighted / jnp.where(total == 0, 1, total)
 
 
 def finite_top(top: jax.Array) -> jax.Array:

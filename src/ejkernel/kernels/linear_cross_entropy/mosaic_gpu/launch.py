@@ -17,6 +17,7 @@ from ejkernel.kernels.linear_cross_entropy.common import (
     Coefficients,
     LinearCrossEntropyCall,
     Statistics,
+    expectation,
     finite_top,
     log_of_sum,
 )
@@ -126,7 +127,7 @@ class PaddedHead:
         top = tops.max(axis=0)
         weights = jnp.exp(tops - finite_top(top))
         total = (found["total"] * weights).sum(axis=0)
-        expected = (found["expected"] * weights).sum(axis=0) / total if "expected" in found else None
+        expected = expectation((found["expected"] * weights).sum(axis=0), total) if "expected" in found else None
         label = self._at_labels(plan, found["label"], rows.labels)
         return Statistics(
             log_of_sum(finite_top(top), total),
