@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vector memory of `tpu_ragged`.
 
-The windows and scratch arrays of its kernel follow from the shapes. The rest are spilled registers, whose number hardly
+The windows and scratch arrays of its kernel follow from the shapes. The rest are spilled registers. Their number hardly
 depends on pages, window and soft cap. A table has them for common numbers of heads, and blocks of the sizes that tuning
 tries. Numbers for blocks in between are interpolated; other numbers of heads have a weighted sum of sizes.
 """
