@@ -237,7 +237,6 @@ def _step_check(options: TuneOptions, source: Source, found: Found, saved: Saved
     is_wanted = found.device.startswith("cpu:") if options.check_step is None else options.check_step
     if source.program is None or not is_wanted:
         return None
-    known = ((inv.key, saved.in_force(inv)) for inv in found.calls)
     return StepCheck(
         program=source.program,
         found=found,
@@ -247,7 +246,7 @@ def _step_check(options: TuneOptions, source: Source, found: Found, saved: Saved
         why_not=_why_not_run(options, found),
         elsewhere=options.is_elsewhere,
         in_process=options.in_process,
-        earlier={key: entry for key, entry in known if entry is not None},
+        earlier={inv.key: entry for inv in found.calls if (entry := saved.in_force(inv)) is not None},
     )
 
 
