@@ -90,12 +90,12 @@ WEIGHTS: dict[str, dict[str, float]] = {
         "scratch of one head": 0.535,
     },
     "fused, ids": {
-        "tile": 1.318,
-        "tile, capped": 1.164,
-        "chunk heads": 0.725,
-        "wide values": 2.705,
-        "partial heads": 0.043,
-        "scratch of one head": 0.057,
+        "tile": 1.428,
+        "tile, capped": 1.189,
+        "edges, capped": 0.168,
+        "strip": 0.699,
+        "wide values": 2.686,
+        "wide chunk heads": 0.164,
     },
     "fused, no edge": {
         "tile": 1.143,
