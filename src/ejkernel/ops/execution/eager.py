@@ -149,7 +149,7 @@ def _is_a_type(kernel: Kernel[Cfg, Out], array: jax.ShapeDtypeStruct) -> Argumen
 
 
 def _redirect_to_scan(plans: Plans, kernel: weakref.ref[Any]) -> Plan:
-    """Return what replaces a typed plan if a value must not be compared by `==`; it sends such calls to the scan."""
+    """Return the plan of calls with a value that must not be compared by `==`: it sends them to the scan."""
     owner: Callable[[], Any] = weakref.ref(plans)
     return lambda *args, **kwargs: owner().run(kernel(), args, kwargs, None, None)
 

@@ -48,7 +48,7 @@ def parts_of(call: AttentionCall, params: ForwardParams | BackwardParams) -> lis
     walked = forward_plan(lengths, call.rules, params.query)
     segmented = _segmented(call, walked[1].columns)
     both = [found, memory.of_queries(dims, walked, call.rules, segmented=segmented)]
-    # a v4, of which the fit has no kernels, keeps more values
+    # A v4 keeps more values, and the fit has no kernels compiled for it.
     return [parts.times(_ON_V4) for parts in both] if call.device_fingerprint == "tpu:tpu_v4" else both
 
 
