@@ -133,6 +133,8 @@ def assert_close(found, expected, dtype="bfloat16"):
         (Small(queries=72, keys=72, heads=2, head_dim=128, value_dim=128), HOLDING),
         (Small(queries=72, keys=72, heads=2, head_dim=192, value_dim=192, rules=CAUSAL), HOLDING),
         (Small(heads=2, head_dim=184, value_dim=184), HOLDING),
+        (Small(heads=2, head_dim=24, value_dim=40, rules=CAUSAL), dataclasses.replace(TWO, align_keys=True)),
+        (Small(heads=2, head_dim=104, value_dim=104), dataclasses.replace(SHARED, align_keys=True)),
     ],
     ids=[
         "full",
@@ -160,6 +162,8 @@ def assert_close(found, expected, dtype="bfloat16"):
         "queries in registers",
         "whole tiles, some queries in registers",
         "pieces of columns, some queries in registers",
+        "aligned keys",
+        "aligned keys beside a shared buffer",
     ],
 )
 @pytest.mark.usefixtures("soon_compiled", "one_multiprocessor")
@@ -206,6 +210,42 @@ def test_no_array_is_padded_in_memory(head_dim, queries):
     run = functools.partial(forward, rules=case.rules, params=heuristic(call))
     program = jax.make_jaxpr(run)(jax.eval_shape(lambda: case.operands("bfloat16")))
     assert "pad" not in " ".join(equation.params.get("name", equation.primitive.name) for equation in program.eqns)
+
+
+@pytest.mark.parametrize(
+    ("dims", "queries", "rules", "expected"),
+    [
+        ((104, 104), 4096, Rules(scale=0.2), True),
+        ((64, 88), 4096, Rules(scale=0.2), True),
+        ((112, 112), 4096, Rules(scale=0.2), False),  # whole sectors
+        ((72, 72), 4096, Rules(scale=0.2), False),  # it gains nothing
+        ((104, 104), 4095, Rules(scale=0.2), False),  # too few rows for each key
+        ((104, 104), 8191, CAUSAL, False),
+        ((104, 104), 8192, CAUSAL, True),
+        ((104, 104), 4096, Rules(scale=0.2, soft_cap=2.0), False),
+        ((104, 104), 16384, Rules(scale=0.2, left=1023, right=0), False),
+    ],
+)
+def test_keys_are_aligned_where_many_rows_read_them(dims, queries, rules, expected):
+    sizes = {"queries": queries, "keys": 2048, "heads": 4, "groups": 2, "head_dim": dims[0], "value_dim": dims[1]}
+    call = described(Case(batch=1, rules=rules, **sizes))
+    assert heuristic(call).align_keys == expected
+    unaligned = any(dim % 16 for dim in dims)
+    assert {params.align_keys for params in space(call)} == ({False, True} if unaligned else {False})
+
+
+@pytest.mark.usefixtures("mosaic")
+def test_only_keys_and_values_are_aligned():
+    from ejkernel.kernels.flash_attention.mosaic_gpu.launch import forward
+
+    case = Small(queries=64, keys=96, heads=2, head_dim=24, value_dim=40)
+    run = functools.partial(forward, rules=case.rules, params=dataclasses.replace(TWO, align_keys=True))
+    program = jax.make_jaxpr(run)(jax.eval_shape(lambda: case.operands("bfloat16")))
+    padded = [
+        x.outvars[0].aval.shape for x in program.eqns if x.params.get("name", x.primitive.name) in ("pad", "_pad")
+    ]
+    assert padded == [(1, 96, 1, 32), (1, 96, 1, 48)]
+    assert [x.shape for x in program.out_avals] == [(1, 64, 2, 40), (1, 2, 64)]
 
 
 @pytest.mark.usefixtures("mosaic")

@@ -26,6 +26,8 @@ _ALIKE_TILES = 10  # of a head
 _FEW_QUERIES, _MANY_QUERIES = 512, 1536
 _FEW_QUERIES_OF_WIDE_HEADS = 2048
 _FEW_ODD_PARTS = (3, 5, 7)  # of the queries: half of the last tile of 128 is empty
+_UNALIGNED_AT_NO_COST = 80  # columns: up to here, rows that start within a sector of memory cost at most 2 %
+_FEW_KEYS, _MANY_ROWS = 1024, 8192  # keys of a head, and rows that read each of them
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -51,7 +53,7 @@ def params_fault(call: AttentionCall, params: ForwardParams) -> str | None:
 
 def heuristic(call: AttentionCall) -> ForwardParams:
     """Return good parameters for a supported `call`."""
-    for params in _fallbacks(_preferred(call)):
+    for params in _fallbacks(dataclasses.replace(_preferred(call), align_keys=_should_align(call))):
         if params_fault(call, params) is None:
             return _with_polynomials(call, params)
     raise ConfigError(f"no launch parameters fit {call}; use 'xla'.")
@@ -112,10 +114,32 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
             "share_buffer": either,
             "heads_first": either,
             "fma_columns": tuple({few.fma_columns: None, 0: None}),
+            "align_keys": either if _has_unaligned_rows(call) else (False,),
         },
         constraints=(memory, registers, packing, persistence),
         build=ForwardParams,
     )
+
+
+def _has_unaligned_rows(call: AttentionCall) -> bool:
+    """Return whether rows of keys or values start within a sector of memory."""
+    return any(-dim % 16 >= 8 for dim in (call.key[3], call.value[3]))
+
+
+def _should_align(call: AttentionCall) -> bool:
+    """Return whether copies of keys and values to rows of whole sectors take less time than they save."""
+    # With the copies, 32 heads and 4 key heads of 4,096 rows took 396 us instead of 436 at D104, 395 instead of 412 at
+    # D120, 610 instead of 659 at D168; but 344 instead of 348 at D72, and at D40 and D56 as long as before. With 8,192
+    # rows for each key they gained 0 to 7 %; with 4,096 they lost 0 to 6 %, and in a window of 1,024 keys 131 us
+    # instead of 134 at D104, but 133 instead of 130 at D120.
+    rules = call.rules
+    if not _has_unaligned_rows(call) or max(call.key[3], call.value[3]) <= _UNALIGNED_AT_NO_COST:
+        return False
+    uneven = call.segments or call.query_lengths or rules.left is not None or rules.soft_cap is not None
+    if uneven or call.bias is not None or call.attention_mask is not None:
+        return False
+    rows = call.query[1] * call.query[2] // call.key[2]
+    return call.key[1] >= _FEW_KEYS and rows >= _MANY_ROWS * (1 if rules.right is None else 2)
 
 
 def _preferred(call: AttentionCall) -> ForwardParams:
@@ -252,14 +276,19 @@ def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool, left: int | 
     if call.query[3] != call.value[3]:
         return _preferred_unequal(call, params, packs=packs)
     # 1,903 to 4,096 queries without a mask: 411 us instead of 426 at head_dim 248, 771 instead of 788 at 240. But 1,394
-    # queries: 794 instead of 784; and 3,383 queries at 256, 612 instead of 559.
-    if 240 <= wide < 256 and call.rules.right is None and call.query[1] >= _MANY_QUERIES:
+    # queries: 794 instead of 784; 3,383 queries at 256: 612 instead of 559; and 4,096 at 248 with aligned rows: 777
+    # instead of 759.
+    full, aligned = call.rules.right is None, _should_align(call)
+    if 240 <= wide < 256 and full and not aligned and call.query[1] >= _MANY_QUERIES:
         return params.without_persistence()
     # Steps of 96 keys leave room for one buffer of queries. They gain with many queries: with 4,096, 598 us instead of
     # 611 at head_dim 176, and 670 instead of 678 at 208. With fewer, two buffers gain more: with 2,048, 206 instead of
     # 207 and 183 instead of 187; with 1,024, 189 instead of 200; with 512, 246 instead of 279. At other head dims: 793
-    # instead of 674 at 184, 313 instead of 305 at 192, 414 instead of 375 at 200. Under a causal mask they spill.
-    many = wide in (176, 208) and call.rules.right is None and call.query[1] > _FEW_QUERIES_OF_WIDE_HEADS
+    # instead of 674 at 184, 313 instead of 305 at 192, 414 instead of 375 at 200. With rows aligned they gain there,
+    # too: 605 instead of 609 at 184, 657 instead of 677 at 200, and 589 instead of 610 at 168. Under a causal mask they
+    # spill.
+    gains = wide in (176, 208) or (aligned and wide in (168, 184, 200))
+    many = gains and full and call.query[1] > _FEW_QUERIES_OF_WIDE_HEADS
     return dataclasses.replace(params, kv_block=96) if many else params
 
 

@@ -73,6 +73,8 @@ def forward(operands: Operands, rules: Rules, params: ForwardParams, *, interpre
     )
     # A bias of rows shifts the log-sum-exp after the kernel, and only then can sinks be added.
     late = operands.sinks if any(x is not None for x in row_terms) else None
+    if params.align_keys:
+        key, value = _pad_axis(key, 3, 16), _pad_axis(value, 3, 16)
     extras = _extras(operands if late is None else operands._replace(sinks=None), plan)
     inputs = ForwardInputs(query, key, value, schedule=schedule(plan), **extras)
     (out, lse), _ = unify_varying((launch(plan, inputs, types, interpret), operands))

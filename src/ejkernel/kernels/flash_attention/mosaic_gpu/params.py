@@ -37,6 +37,8 @@ class ForwardParams(NamedFields):
             all heads, of as many examples as the cache holds keys for, before earlier rows.
         fma_columns: Of the keys of an unmasked step, those whose exponentials are polynomials on the FMA units, beside
             the others on the slower unit for transcendental functions; a multiple of 8.
+        align_keys: Whether keys and values are first copied to rows of whole sectors of memory, which have 32 bytes;
+            for head dimensions that are no multiples of 16.
     """
 
     kv_block: int = 128
@@ -50,6 +52,7 @@ class ForwardParams(NamedFields):
     share_buffer: bool = False
     heads_first: bool = False
     fma_columns: int = 0
+    align_keys: bool = False
 
     def __post_init__(self) -> None:
         check_parameters(
