@@ -223,11 +223,12 @@ def test_no_array_is_padded_in_memory(head_dim, queries):
         ((104, 104), 8191, CAUSAL, False),
         ((104, 104), 8192, CAUSAL, True),
         ((104, 104), 4096, Rules(scale=0.2, soft_cap=2.0), False),
-        ((104, 104), 16384, Rules(scale=0.2, left=1023, right=0), False),
+        ((104, 104), 16384, Rules(scale=0.2, left=8190, right=0), False),
+        ((104, 104), 16384, Rules(scale=0.2, left=8191, right=0), True),
     ],
 )
 def test_keys_are_aligned_where_many_rows_read_them(dims, queries, rules, expected):
-    sizes = {"queries": queries, "keys": 2048, "heads": 4, "groups": 2, "head_dim": dims[0], "value_dim": dims[1]}
+    sizes = {"queries": queries, "keys": queries, "heads": 4, "groups": 2, "head_dim": dims[0], "value_dim": dims[1]}
     call = described(Case(batch=1, rules=rules, **sizes))
     assert heuristic(call).align_keys == expected
     unaligned = any(dim % 16 for dim in dims)

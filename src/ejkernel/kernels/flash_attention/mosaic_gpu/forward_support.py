@@ -130,16 +130,19 @@ def _should_align(call: AttentionCall) -> bool:
     """Return whether copies of keys and values to rows of whole sectors take less time than they save."""
     # With the copies, 32 heads and 4 key heads of 4,096 rows took 396 us instead of 436 at D104, 395 instead of 412 at
     # D120, 610 instead of 659 at D168; but 344 instead of 348 at D72, and at D40 and D56 as long as before. With 8,192
-    # rows for each key they gained 0 to 7 %; with 4,096 they lost 0 to 6 %, and in a window of 1,024 keys 131 us
-    # instead of 134 at D104, but 133 instead of 130 at D120.
+    # rows for each key they gained 0 to 7 %; with 4,096 they lost 0 to 6 %. In a window of 1,024 keys and 8 heads for
+    # each key head: 131 us instead of 134 at D104, but 133 instead of 130 at D120; of 4,096 keys: 728 instead of 790.
     rules = call.rules
     if not _has_unaligned_rows(call) or max(call.key[3], call.value[3]) <= _UNALIGNED_AT_NO_COST:
         return False
-    uneven = call.segments or call.query_lengths or rules.left is not None or rules.soft_cap is not None
-    if uneven or call.bias is not None or call.attention_mask is not None:
+    hides = call.segments or call.query_lengths or call.attention_mask is not None
+    if hides or call.bias is not None or rules.soft_cap is not None:  # not measured
         return False
-    rows = call.query[1] * call.query[2] // call.key[2]
-    return call.key[1] >= _FEW_KEYS and rows >= _MANY_ROWS * (1 if rules.right is None else 2)
+    rows, left, right = call.query[1], rules.left, rules.right
+    if left is not None or right is not None:
+        window = rows if left is None or right is None else left + right + 1
+        rows = min(rows, window) // 2
+    return call.key[1] >= _FEW_KEYS and rows * call.query[2] // call.key[2] >= _MANY_ROWS
 
 
 def _preferred(call: AttentionCall) -> ForwardParams:
