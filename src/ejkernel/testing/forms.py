@@ -19,7 +19,7 @@ from ejkernel import compat
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, hook, run_forms
+from ejkernel.ops.core.kernel import Kernel, heuristic_config, run_forms
 from ejkernel.ops.core.transformations.nodes import Choice, Flat
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import EjkernelError
@@ -94,7 +94,7 @@ class _Named:
         """Return the configuration for `inv`."""
         if inv.platform == self._platform and inv.direction == "fwd":
             return self._config
-        return hook(kernel, "heuristic_cfg", inv.platform)(inv)
+        return heuristic_config(kernel, inv)
 
 
 class _Noting:
@@ -106,7 +106,7 @@ class _Noting:
     def choose(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Any:
         """Return the configuration for `inv`."""
         self.calls.append(inv)
-        return hook(kernel, "heuristic_cfg", inv.platform)(inv)
+        return heuristic_config(kernel, inv)
 
 
 def backward_call(numbers: Numbers) -> Invocation[Any, Any] | None:

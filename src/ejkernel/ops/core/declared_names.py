@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from ejkernel.ops.core.hooks import Computation, hook, run_forms
+from ejkernel.ops.core.hooks import Computation, heuristic_config, run_forms
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of
 from ejkernel.ops.core.types import Cfg, Out
@@ -53,7 +53,7 @@ def note_config_types(inv: Invocation[Cfg, Out], kernel: Computation[Cfg, Out]) 
     if kernel.config_type is not None:
         return
     try:
-        note_type(type(hook(kernel, "heuristic_cfg", inv.platform)(inv)))
+        note_type(type(heuristic_config(kernel, inv)))
     except Exception as error:  # noqa: BLE001 - the heuristic runs again later, and raises its errors to the caller
         logger.debug("%s: the type of its configurations is unknown: %s", inv.op_id, error)
 
@@ -81,7 +81,7 @@ def check_kind(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out], config: obje
 
 def _other_kind(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out], config: object) -> type | None:
     """Return the class of the kernel's configurations; `None` if `config` is such a configuration."""
-    heuristic = hook(kernel, "heuristic_cfg", inv.platform)(inv)
+    heuristic = heuristic_config(kernel, inv)
     if _is_like(config, heuristic):
         return None
     names = Names()

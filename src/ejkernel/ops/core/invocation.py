@@ -17,7 +17,7 @@ import jax
 from ejkernel import compat
 from ejkernel.ops.core.bucketing import Bucket, StandIn, checked_stand_in, not_idempotent
 from ejkernel.ops.core.callspec import take_apart, without_defaults
-from ejkernel.ops.core.hooks import PLATFORMS, Computation, hook, overrides
+from ejkernel.ops.core.hooks import PLATFORMS, Computation, form_of, heuristic_config, overrides
 from ejkernel.ops.core.transformations.batching import Level, Vmapped, unbatched
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
@@ -235,7 +235,7 @@ class Invocation(Generic[Cfg, Out]):
         # A function, because the heuristic is needed only where residuals or results must be traced. Their types are
         # the same under every configuration.
         def heuristic(*_: object) -> tuple[Any, str]:
-            return hook(self.node.spec.kernel, "heuristic_cfg", self.platform)(self.forward or self), self.platform
+            return heuristic_config(self.node.spec.kernel, self.forward or self), self.platform
 
         return tuple(self.node.argument_types(Choice(platform=self.platform, config_for_types=heuristic), own))
 
@@ -408,10 +408,10 @@ def config_for_types(
             config = inv.override_cfg
             if config is None:
                 with contextlib.suppress(NoConfigError):
-                    config = hook(inv.kernel, "heuristic_cfg", each)(there)
+                    config = heuristic_config(inv.kernel, there)
             if config is None:
                 config = choose(there)
-            hook(inv.kernel, "run", each, config)  # raises if the platform has no form of `run`
+            form_of(inv.kernel, "run", each, config)  # raises if the platform has no form of `run`
         except (NoConfigError, UnsupportedError) as error:
             refused.append(error)
         else:

@@ -212,7 +212,7 @@ def _traced_as_it_is(call: Call, avals: Sequence[HasType]) -> Types:
 
     choice = Choice(platform=platform, config_for_types=pick, as_call=as_call, trees=types.trees)
     # Use the platform of this process, even for a call inside a kernel being lowered for another platform.
-    with compat.not_lowering(types.answers):
+    with compat.program_under_way(answers=types.answers):
         jaxpr = compat.traced(call.node.flat(choice), avals)
     # JAX transforms only the arguments of a call: a closed-over tracer would lose its gradient and batch axis.
     foreign = [jax.typeof(const) for const in jaxpr.consts if isinstance(const, jax.core.Tracer)]
@@ -239,7 +239,7 @@ def _abstract_eval(*avals: HasType, call: Call) -> tuple[Sequence[HasType], Any]
 
 
 def _impl(*arrays: jax.Array, call: Call) -> Sequence[Any]:
-    if compat.jit_disabled() or compat.looks_for_nans():  # a jitted function would call this function forever
+    if compat.avoids_jit():  # a jitted function would call this function forever
         return _compute(call, platform_of(arrays), *arrays)
     # Calls under an eager `vmap` or gradient come here. When an earlier configuration no longer applies, the
     # generation changes, and the program compiled for the old generation is dropped.
@@ -262,7 +262,7 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
     if len(platforms) > 1:
         return compat.lower_each_platform(ctx, functools.partial(_lower, call=call), *values)
     # A program may be lowered outside the `with` block, or on another thread, than its trace.
-    with call.settings.entered(), compat.lowering(ctx), compat.pointing_at_the_call(EjkernelError):
+    with call.settings.entered(), compat.program_under_way(ctx), compat.pointing_at_the_call(EjkernelError):
         if call.extent is Extent.LOCAL:
             with compat.on_one_device():
                 return _lower_here(compat.without_frames(ctx), *values, call=call, platform=platforms[0])
@@ -336,7 +336,7 @@ def _axes_of(call: Call, avals: Sequence[HasType]) -> set[Any]:
     # The trace for a linear call's types omits its computation.
     own = avals[node.lead : node.lead + node.spec.num_arrays]
     forward = types_of(dataclasses.replace(call, node=node.forward, linear=0), own)
-    with call.settings.entered(), compat.not_lowering():  # as in the trace for types, whose configuration this is
+    with call.settings.entered(), compat.program_under_way():  # as in the trace for types, with its configuration
         whole = compat.traced(jax.jit(node.flat(Choice(config=forward.config, platform=forward.platform))), avals)
     return compat.named_axes(forward.effects) | compat.named_axes(compat.outer_effects(whole))
 

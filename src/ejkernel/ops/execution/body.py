@@ -17,7 +17,7 @@ from ejkernel.ops.config.cache import same_config
 from ejkernel.ops.config.selection import Resolution
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import has_gradient_rule, hook
+from ejkernel.ops.core.kernel import has_gradient_rule, heuristic_config
 from ejkernel.ops.core.primitive import Call, known_types, types_of
 from ejkernel.ops.core.transformations.nodes import Choice, Node
 from ejkernel.ops.core.types import Cfg, Out
@@ -155,7 +155,7 @@ def _raise_if_not_differentiable(
     if not resolution.tier.is_saved:
         raise _no_gradient(inv, error) from error
     try:
-        config = hook(kernel, "heuristic_cfg", inv.platform)(inv)
+        config = heuristic_config(kernel, inv)
         derivative = node.flat(Choice(config=config, platform=inv.platform))
         compat.traced(derivative, [jax.typeof(array) for array in arrays])
     except Exception as again:

@@ -24,7 +24,7 @@ from ejkernel.ops.core.kernel import (
     Kernel,
     check_config,
     config_fault,
-    hook,
+    heuristic_config,
     kernel_of,
     prepared,
     unbound,
@@ -250,7 +250,7 @@ class Executor(Generic[Cfg, Out]):
                 chooser.faults = chooser.faults or Faults()
                 chooser.faults.note(inv, kernel, resolution.config, error)
                 return self.resolve(inv)
-            return Resolution(hook(kernel, "heuristic_cfg", inv.platform)(inv), HEURISTIC.name, resolution.key)
+            return Resolution(heuristic_config(kernel, inv), HEURISTIC.name, resolution.key)
         except NoConfigError:
             if effective_policy(chooser).heuristic:
                 raise error from None
@@ -278,7 +278,7 @@ class Executor(Generic[Cfg, Out]):
         if "method" in kwargs:
             return self._through_method(kernel, args, kwargs, cfg)
         # Plans are jitted functions, and jit is disabled.
-        if compat.jit_disabled():
+        if compat.config.jax_disable_jit:
             return self._bind(kernel, args, kwargs, cfg)
         try:
             return cast(Out, self._plans.run(kernel, args, kwargs, cfg, None if cfg is None else _override_token(cfg)))

@@ -31,7 +31,7 @@ def platform_kind(name: str) -> str:
 
 def default_device() -> jax.Device:
     """Return the device that an eager call would use now."""
-    chosen: Any = compat.chosen_device()
+    chosen: Any = compat.config.jax_default_device
     if isinstance(chosen, str):
         return jax.local_devices(backend=chosen)[0]
     device: jax.Device = jax.local_devices()[0] if chosen is None else chosen

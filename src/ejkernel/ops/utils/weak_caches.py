@@ -9,9 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 T = TypeVar("T")
-# Maximum entries of a table. A traced and compiled program takes 0.4 MB; JAX's own caches have the same size.
-_MOST = 1 << 11
-MOST_RECORDS = 1 << 14  # entries of a table of calls and answers, 1 kB each
 
 
 class Copied:
@@ -64,26 +61,18 @@ class PerObject(Generic[T]):
 
 
 class Bounded(dict[Any, T]):
-    """A dictionary that drops its oldest entries. Thread-safe; at worst two threads create the same entry.
+    """A dictionary that drops its oldest entries. Thread-safe; at worst two threads create the same entry."""
 
-    Args:
-        most: The maximum number of entries; by default the size of JAX's own caches.
-    """
-
-    def __init__(self, most: int | None = None) -> None:
-        super().__init__()
-        self._most = _MOST if most is None else most
+    most = 1 << 11  # the size of JAX's own caches: a traced and compiled program takes 0.4 MB
 
     def copy(self) -> Self:
         """Return a copy with the same limit."""
-        made = type(self)(self._most)
-        made.update(self)
-        return made
+        return type(self)(self)
 
     def keep(self, key: object, value: T) -> T:
         """Store an entry unless the key has one already, and return the stored value."""
-        if len(self) >= self._most:
-            for oldest in list(self)[: max(1, self._most // 4)]:
+        if len(self) >= self.most:
+            for oldest in list(self)[: max(1, self.most // 4)]:
                 self.pop(oldest, None)
         return self.setdefault(key, value)
 
@@ -91,6 +80,12 @@ class Bounded(dict[Any, T]):
         """Store an entry, replacing an existing entry of the key."""
         self.pop(key, None)
         self.keep(key, value)
+
+
+class Records(Bounded[T]):
+    """A bounded dictionary of calls or answers, 1 kB each."""
+
+    most = 1 << 14
 
 
 _lock = threading.Lock()

@@ -9,7 +9,7 @@ from ejkernel import compat
 from ejkernel.ops.config.cache import config_token
 from ejkernel.ops.config.tiers.tier import Consulted
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, hook
+from ejkernel.ops.core.kernel import Kernel, heuristic_config
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import NoConfigError
@@ -64,7 +64,7 @@ def why_not_traced(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], config: 
     if error is None:
         return ""
     try:
-        usual = hook(kernel, "heuristic_cfg", inv.platform)(inv)
+        usual = heuristic_config(kernel, inv)
     except NoConfigError:
         return error_text(error)
     return "" if _traced(inv, usual) is not None else error_text(error)

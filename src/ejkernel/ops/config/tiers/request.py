@@ -16,7 +16,7 @@ from ejkernel.ops.config.tiers.tier import Consulted, Resolution, Tier
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.declared_names import check_kind, decode_config, note_config_types
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, check_config, hook
+from ejkernel.ops.core.kernel import Kernel, check_config, heuristic_config
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import NO_HEURISTIC, CacheWarning, ConfigError, NoConfigError, SerializationError
 from ejkernel.ops.utils.formatting import counted
@@ -183,7 +183,7 @@ class Request:
         if not self.policy.heuristic:
             return "the policy does not allow it (heuristic=False)"
         try:
-            config = hook(self.kernel, "heuristic_cfg", self.inv.platform)(self.inv)
+            config = heuristic_config(self.kernel, self.inv)
         except NoConfigError:
             return NO_HEURISTIC
         return self.answer(config, tiers.HEURISTIC)

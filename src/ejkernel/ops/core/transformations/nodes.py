@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.ops.core.callspec import CallSpec, array_names
-from ejkernel.ops.core.hooks import Computation, has_residual_form, hook, overrides, writes_residual_form
+from ejkernel.ops.core.hooks import Computation, form_of, has_residual_form, overrides, writes_residual_form
 from ejkernel.ops.core.transformations.jax_residuals import forward_with_jax_residuals, gradients_from_jax_residuals
 from ejkernel.ops.errors import GradientError, KernelError
 from ejkernel.ops.utils.error_text import value_text
@@ -233,7 +233,8 @@ class Forward:
             return self._with_jax_residuals(choice, args, kwargs)
         with noting(kernel.op_id, choice.config, (args, kwargs)):
             if not self.residuals:
-                return hook(kernel, "run", choice.platform, choice.config)(*args, cfg=choice.config, **kwargs)
+                run = getattr(kernel, form_of(kernel, "run", choice.platform, choice.config))
+                return run(*args, cfg=choice.config, **kwargs)
             form = (choice.platform, choice.config)
             out = call_rule(kernel, "fwd_with_residuals", form, args, {"cfg": choice.config, **kwargs})
         if not (isinstance(out, tuple) and len(out) == 2):
@@ -400,7 +401,7 @@ def call_rule(
     Raises:
         KernelError: The rule cannot take these arguments; the message shows the required signature.
     """
-    rule = hook(kernel, name, *form)
+    rule = getattr(kernel, form_of(kernel, name, *form))
     try:
         signature = inspect.signature(rule)
     except (TypeError, ValueError):  # a builtin function may have none
