@@ -113,10 +113,6 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         """The `MeasurementStore` beside `persistent`, read by searches; `None` without a `PersistentCache`."""
         return self._autotune.store_beside(self.persistent)
 
-    def subscribe(self, listener: Callable[[], None]) -> None:
-        """Call the bound method `listener` whenever an earlier answer becomes invalid."""
-        self.cache.subscribe(listener)
-
     def choose(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
         """Return the configuration for `inv`."""
         return self.resolve(inv, kernel).config

@@ -266,11 +266,14 @@ class Invocation(Generic[Cfg, Out]):
             axes = self.batch_axes or ()
             levels = zip(reversed(axes), reversed(self.batch_sizes or (None,) * len(axes)), strict=True)
             optional["steps"] = [["vmap", size, list(level)] for level, size in levels]
-        described = {
-            "op": self.op_id_v,
-            "args": self._described(tuple(args)),
-            "kwargs": {name: self._described(value, name) for name, value in sorted(kwargs.items())},
-        }
+        named = sorted(kwargs.items())
+        try:
+            described = {"op": self.op_id_v, "args": describe(args)}
+            described["kwargs"] = {name: describe(value) for name, value in named}
+        except UnstableKeyError as error:
+            arguments = [(f"argument {index}", value) for index, value in enumerate(args)] + named
+            culprit = next((name for name, value in arguments if not _is_stable(value)), "")
+            raise UnstableKeyError(f"{self.op_id}: {culprit}: {error}") from error
         # Empty fields are left out, so that keys of other calls stay the same when a field is added.
         return described | {name: value for name, value in optional.items() if value}
 
@@ -288,18 +291,6 @@ class Invocation(Generic[Cfg, Out]):
             args, kwargs = spec.join([abstract(array) for array in arrays])
         kept, rest = without_defaults(self.kernel, args, kwargs)
         return args, kwargs, {"args": len(args) - len(kept), "kwargs": sorted(kwargs.keys() - rest.keys())}
-
-    def _described(self, value: Any, name: str = "") -> Any:
-        """Return the description of a keyword argument, or of all positional arguments.
-
-        Raises:
-            UnstableKeyError: An argument has no stable name; the message names the argument.
-        """
-        try:
-            return describe(value)
-        except UnstableKeyError as error:
-            culprit = name or next((f"argument {i}" for i, item in enumerate(value) if not _is_stable(item)), "")
-            raise UnstableKeyError(f"{self.op_id}: {culprit}: {error}") from error
 
     @functools.cached_property
     def call_key(self) -> str:

@@ -40,8 +40,8 @@ class Body(Protocol):
         """The computation, if the trace for the call's types is complete; else `None`."""
 
     @property
-    def scope(self) -> str:
-        """The name of the computation in profiles."""
+    def inv(self) -> Invocation[Any, Any]:
+        """The call as its kernel sees it; profiles show the name of its operation."""
 
     def compute(self, *arrays: Any) -> Sequence[Any]:
         """Compute the results, with the label."""
@@ -167,7 +167,9 @@ def types_of(call: Call, avals: Sequence[HasType]) -> Types:
         known = known_types(call, avals)
         if known is not None:
             return known
-        found, key = _traced(call.weak, avals), (tuple(avals), compat.trace_context())
+        mesh = compat.explicit_mesh(avals) if call.extent is Extent.WHOLE else None
+        found = _traced(call.weak, avals) if mesh is None else _traced_over(mesh, call.weak, avals)
+        key = (tuple(avals), compat.trace_context())
     return _traces.of(call.node.spec.kernel).keep(call.weak, Bounded()).keep(key, found)
 
 
@@ -177,23 +179,21 @@ def known_types(call: Call, avals: Sequence[HasType]) -> Types | None:
     return None if found is None else found.get((tuple(avals), compat.trace_context()))
 
 
-def _traced(call: Call, avals: Sequence[HasType]) -> Types:
-    mesh = compat.explicit_mesh(avals) if call.extent is Extent.WHOLE else None
-    if mesh is None:
-        return _traced_as_it_is(call, avals)
+def _traced_over(mesh: Any, call: Call, avals: Sequence[HasType]) -> Types:
+    """Trace a call on arrays that are sharded over the explicit axes of a mesh."""
     may_split = overrides(call.node.spec.kernel, "sharding_rule")
     if not may_split:
         with contextlib.suppress(compat.ShardingTypeError):  # the kernel gets whole arrays if JAX rejects shards
-            return _traced_as_it_is(call, avals)
+            return _traced(call, avals)
     # JAX rejects some operations on arrays sharded over explicit axes, such as `dynamic_update_slice`. So trace with
     # whole arrays, and then add the shardings of the split to the result types.
     with jax.sharding.use_abstract_mesh(mesh):
-        types = _traced_as_it_is(call, [compat.whole(aval) for aval in avals])
+        types = _traced(call, [compat.whole(aval) for aval in avals])
     split = explicit_split(call.node, avals, types.avals)
     return dataclasses.replace(types, avals=split.typed(types.avals), gathered=not may_split)
 
 
-def _traced_as_it_is(call: Call, avals: Sequence[HasType]) -> Types:
+def _traced(call: Call, avals: Sequence[HasType]) -> Types:
     platform = platform_to_trace_for(call.node.spec.kernel, jax.default_backend())
     types = Types(platform=platform)
 
@@ -287,7 +287,7 @@ def _lower_here(ctx: Any, *values: Any, call: Call, platform: str) -> Any:
     body = call.host().body_of(call, platform, ctx.avals_in, ctx.avals_out)
     if body.jaxpr is None:
         return _lower_computed(ctx, body, call, *values)
-    out = compat.lower_jaxpr(ctx, body.jaxpr, body.scope, *values)
+    out = compat.lower_jaxpr(ctx, body.jaxpr, body.inv.op_id, *values)
     body.label(out, values)
     return out
 
@@ -303,8 +303,8 @@ def _lower_computed(ctx: Any, body: Body, call: Call, *values: object) -> Any:
         if not call.linear or not compat.ordered_effects(body.compute, ctx.avals_in):
             raise
         raise GradientError(
-            f"{body.scope}: the gradient rule has ordered effects (such as jax.debug.print(..., ordered=True)), which "
-            "JAX does not support here; make them unordered, or move them into run."
+            f"{body.inv.op_id}: the gradient rule has ordered effects (such as jax.debug.print(..., ordered=True)), "
+            "which JAX does not support here; make them unordered, or move them into run."
         ) from error
 
 

@@ -64,16 +64,11 @@ class ResolvedCall:
     stamp_prefix: str
     instead: _Instead
 
-    @property
-    def scope(self) -> str:
-        """Name of the computation in profiles."""
-        return self.inv.op_id
-
     def compute(self, *arrays: jax.Array) -> tuple[Any, ...]:
         """Compute the call, check the types of its results, and label one of them."""
         # Names are for profiles only. JAX's compilation cache may return another program's debug names, so they cannot
         # serve as labels.
-        with jax.named_scope(self.scope):
+        with jax.named_scope(self.inv.op_id):
             resolution, out = self._computed(arrays)
         _check_types(self, resolution, arrays, out)
         if self._label_and_payload is None:

@@ -9,12 +9,13 @@ which collects the arrays and builds a key from the other values.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import struct
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,29 +44,21 @@ class NotByEquality(Exception):
     """A typed plan got a float that `jit` would confuse with another, such as 0.0 and -0.0."""
 
 
-class Bind(Protocol):
-    """Binds the primitive for a cached call, which does not keep the executor alive."""
-
-    def __call__(
-        self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any, *, weakly: bool = False
-    ) -> Any:
-        """Bind the primitive."""
-
-
+@dataclasses.dataclass(eq=False)
 class Plans:
     """The compiled functions of one executor, by kernel; they keep neither the executor nor the kernels alive.
 
     A typed plan is looked up by the types of the arguments. A scanned plan is looked up by a key in which static values
     are distinguished by identity.
 
-    Args:
-        bind: Binds the primitive.
+    Attributes:
+        bind: A weak reference to the executor's method that binds the primitive; the caller of a plan keeps executor
+            and kernel alive.
+        tables: The plans of each kernel.
     """
 
-    def __init__(self, bind: Bind) -> None:
-        self.tables: PerObject[Bounded[Plan]] = PerObject(Bounded)
-        # A weak reference, because the executor owns the plans. The caller of a plan keeps executor and kernel alive.
-        self._bind: Callable[[], Any] = weakref.WeakMethod(bind)
+    bind: Callable[[], Any]
+    tables: PerObject[Bounded[Plan]] = dataclasses.field(default_factory=lambda: PerObject(Bounded))
 
     def run(
         self,
@@ -115,13 +108,13 @@ class Plans:
             # `jit` does not cache a trace that raised, so each such call would trace again. Scan all calls of these
             # types instead.
             table[types] = _redirect_to_scan(self, weakref.ref(kernel))
-        plan = _scanned_plan(self._bind, weakref.ref(kernel), cfg)
+        plan = _scanned_plan(self.bind, weakref.ref(kernel), cfg)
         out = plan(args, kwargs, arrays)
         table.keep(key, plan)
         return out
 
     def _typed_plan(self, kernel: Kernel[Cfg, Out], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Plan:
-        bind = self._bind
+        bind = self.bind
         owner: Callable[[], Any] = weakref.ref(kernel)
 
         def run(*args: object, **kwargs: object) -> Any:

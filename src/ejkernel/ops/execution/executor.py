@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, Generic, Protocol, cast, overload
 
@@ -83,17 +84,13 @@ class Executor(Generic[Cfg, Out]):
             raise ConfigError(f"chooser must have choose(inv, kernel), got {chooser!r}; use ConfigSelectorChain().")
         self.chooser = chooser
         self.stamp_prefix = stamp_prefix
-        self._begin()
-
-    def _begin(self) -> None:
-        self._plans = Plans(self._bind)
+        self._plans = Plans(weakref.WeakMethod(self._bind))
         # Keep the table itself, so that a lookup needs no Python call.
         self._tables = self._plans.tables.by_address
         self._generation = 0
-        # A user's chooser may not report changes of its configurations.
-        subscribe = getattr(self.chooser, "subscribe", None)
-        if subscribe is not None:
-            subscribe(self._forget_plans)
+        cache = getattr(chooser, "cache", None)  # a user's chooser may have none, and not report changes
+        if isinstance(cache, ConfigCache):
+            cache.subscribe(self._forget_plans)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy makes its own plans, and listens to its own chooser.
@@ -101,7 +98,7 @@ class Executor(Generic[Cfg, Out]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._begin()
+        Executor.__init__(self, self.chooser, self.stamp_prefix)
 
     def __call__(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Out:
         """Run `kernel`.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -25,20 +26,20 @@ class Copied:
         vars(self).update(state, **{name: make() for name, make in self._anew.items()})
 
 
+@dataclasses.dataclass(eq=False)
 class PerObject(Generic[T]):
     """A value for each object, by identity: equal objects have separate values, and objects need not be hashable.
 
     A value must not reference its object, or the object would never be freed.
 
-    Args:
+    Attributes:
         make: Creates the value of a new object.
+        by_address: The values. A weak reference's callback removes its entry before another object gets the address.
     """
 
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-        self._lock = threading.Lock()
-        # By address. The weak reference's callback removes the entry before another object can get the address.
-        self.by_address: dict[int, tuple[T, weakref.ref[Any]]] = {}
+    make: Callable[[], T]
+    by_address: dict[int, tuple[T, weakref.ref[Any]]] = dataclasses.field(default_factory=dict)
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def of(self, owner: object) -> T:
         """Return the object's value."""
@@ -49,7 +50,7 @@ class PerObject(Generic[T]):
         with self._lock:
             found = table.get(address)
             if found is None:
-                found = table[address] = self._make(), weakref.ref(owner, lambda _: table.pop(address, None))
+                found = table[address] = self.make(), weakref.ref(owner, lambda _: table.pop(address, None))
         return found[0]
 
     def clear(self) -> None:
