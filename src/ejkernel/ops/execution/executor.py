@@ -84,7 +84,7 @@ class Executor(Generic[Cfg, Out]):
             raise ConfigError(f"chooser must have choose(inv, kernel), got {chooser!r}; use ConfigSelectorChain().")
         self.chooser = chooser
         self.stamp_prefix = stamp_prefix
-        self._plans = Plans(weakref.WeakMethod(self._bind))
+        self._plans = Plans(weakref.ref(self))
         # Keep the table itself, so that a lookup needs no Python call.
         self._tables = self._plans.tables.by_address
         self._generation = 0
@@ -276,14 +276,14 @@ class Executor(Generic[Cfg, Out]):
             return self._through_method(kernel, args, kwargs, cfg)
         # Plans are jitted functions, and jit is disabled.
         if compat.config.jax_disable_jit:
-            return self._bind(kernel, args, kwargs, cfg)
+            return self.bind(kernel, args, kwargs, cfg)
         try:
             return cast(Out, self._plans.run(kernel, args, kwargs, cfg, None if cfg is None else _override_token(cfg)))
         except Traced:
             pass  # bind below: Python would show an error in the kernel as "during handling of" this exception
-        return self._bind(kernel, args, kwargs, cfg)
+        return self.bind(kernel, args, kwargs, cfg)
 
-    def _bind(
+    def bind(
         self,
         kernel: Kernel[Cfg, Out],
         args: tuple[object, ...],
@@ -293,6 +293,7 @@ class Executor(Generic[Cfg, Out]):
         *,
         weakly: bool = False,
     ) -> Out:
+        """Bind the primitive for a call; with `weakly`, for a plan, which keeps neither executor nor kernel alive."""
         name = "" if cfg is None else "cfg"
         args, kwargs, cfg = _prepared(kernel, args, kwargs, cfg)
         spec, arrays = take_apart(kernel, args, kwargs, method)
@@ -342,7 +343,7 @@ class Executor(Generic[Cfg, Out]):
             filled = list(args)
             for index, shard in zip(given, shards, strict=True):
                 filled[index] = shard
-            return self._bind(kernel, tuple(filled), kwargs, cfg, method)
+            return self.bind(kernel, tuple(filled), kwargs, cfg, method)
 
         mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
         return mapped(*[args[index] for index in given])
