@@ -24,20 +24,9 @@ from ejkernel.ops.config.tiers.tier import Resolution as Resolution
 from ejkernel.ops.config.tiers.tier import Tier
 from ejkernel.ops.core.context import is_measuring
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import (
-    Kernel,
-    has_backward_heuristic,
-    overrides,
-    same_code,
-)
+from ejkernel.ops.core.kernel import Kernel, has_backward_heuristic, overrides, same_code
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
-from ejkernel.ops.errors import (
-    KernelWarning,
-    NoConfigError,
-    TuningWarning,
-    UnstableKeyError,
-    UnstableKeyWarning,
-)
+from ejkernel.ops.errors import KernelWarning, NoConfigError, TuningWarning, UnstableKeyError, UnstableKeyWarning
 from ejkernel.ops.registry import forget_missed, note_missed
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.error_text import printable

@@ -72,10 +72,7 @@ def rebuild(description: object, *, key: str | None = None, op: str | None = Non
 
 
 def _rebuilt(
-    kernel: Kernel[Any, Any],
-    data: dict[str, Any],
-    steps: Sequence[tuple[list[Any], dict[str, Any]]],
-    key: str | None,
+    kernel: Kernel[Any, Any], data: dict[str, Any], steps: Sequence[tuple[list[Any], dict[str, Any]]], key: str | None
 ) -> Invocation[Any, Any]:
     try:
         # Settings are part of the key and affect the trace: use the description's, not those of this process.

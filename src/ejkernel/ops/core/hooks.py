@@ -63,7 +63,9 @@ class Computation(Noted, Generic[Cfg, Out]):
                 f"{cls.__name__}.version must be ASCII letters, digits, '_' or '.', got {version!r}; keys and "
                 "labels contain it."
             )
-        _warn_of_misspelt_hooks(cls)
+        interface = getattr(cls, "_interface", None)  # not yet for `Kernel`
+        if interface is not None and not cls.__module__.startswith("ejkernel."):
+            warn_of_misspelt_hooks(cls, (interface, Computation), _USUAL_NAMES)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Create a kernel, unless the arguments are those of a call."""
@@ -217,12 +219,6 @@ def _named_config_type(cls: type[Computation[Any, Any]]) -> type | None:
         if isinstance(origin, type) and issubclass(origin, Computation) and args and isinstance(args[0], type):
             return None if args[0] in (Any, object) else args[0]
     return None
-
-
-def _warn_of_misspelt_hooks(cls: type[Computation[Any, Any]]) -> None:
-    interface = getattr(cls, "_interface", None)
-    if interface is not None and not cls.__module__.startswith("ejkernel."):
-        warn_of_misspelt_hooks(cls, (interface, Computation), _USUAL_NAMES)
 
 
 def warn_of_misspelt_hooks(

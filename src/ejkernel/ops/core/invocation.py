@@ -373,7 +373,7 @@ def invocation_of(node: Node, avals: Sequence[HasType], *, platform: str, overri
 
 
 def config_for_types(
-    inv: Invocation[Any, Any], platform: str, choose: Callable[[Invocation[Any, Any]], Any]
+    inv: Invocation[Any, Any], platform: str, resolve: Callable[[Invocation[Any, Any]], Any]
 ) -> tuple[Any, str]:
     """Return any configuration that is valid for finding the call's types, and a platform on which it runs.
 
@@ -384,7 +384,7 @@ def config_for_types(
     Args:
         inv: The call, with the caller's `cfg=`, if any.
         platform: The preferred platform.
-        choose: Returns any configuration for a kernel without a heuristic.
+        resolve: Finds a configuration for a kernel without a heuristic.
 
     Raises:
         NoConfigError: No platform has a configuration; the message is for the preferred platform.
@@ -401,7 +401,7 @@ def config_for_types(
                 with contextlib.suppress(NoConfigError):
                     config = heuristic_config(inv.kernel, there)
             if config is None:
-                config = choose(there)
+                config = resolve(there).config
             form_of(inv.kernel, "run", each, config)  # raises if the platform has no form of `run`
         except (NoConfigError, UnsupportedError) as error:
             refused.append(error)

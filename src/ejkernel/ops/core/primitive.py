@@ -57,20 +57,14 @@ class Host(Protocol):
     def generation(self) -> int:
         """A number that changes when eager programs must be compiled again."""
 
-    def body_of(
-        self,
-        call: Call,
-        platform: str,
-        avals: Sequence[HasType],
-        expected: Sequence[HasType] | None,
-    ) -> Body:
+    def body_of(self, call: Call, platform: str, avals: Sequence[HasType], expected: Sequence[HasType] | None) -> Body:
         """Resolve the call's configuration; check the types of the results against `expected`."""
 
     def digest_of(self, call: Call, platform: str, avals: Sequence[HasType]) -> str:
         """Return a digest of a call that splits itself, and of everything that affects how its shards run."""
 
-    def choose_for_types(self, inv: Invocation[Any, Any]) -> Any:
-        """Return any configuration for a kernel that has no heuristic."""
+    def resolve(self, inv: Invocation[Any, Any]) -> Any:
+        """Return the configuration of a call, with the tier that gave it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +198,7 @@ def _traced(call: Call, avals: Sequence[HasType]) -> Types:
         inv: Invocation[Any, Any] = Invocation(
             kernel=spec.kernel, args=args, kwargs=kwargs, method=spec.method, override_cfg=insisted
         )
-        types.config, types.platform = config_for_types(inv, platform, call.host().choose_for_types)
+        types.config, types.platform = config_for_types(inv, platform, call.host().resolve)
         return types.config, types.platform
 
     def as_call(node: Node) -> Callable[..., Any]:

@@ -21,13 +21,7 @@ from ejkernel.ops.core.kernel import has_gradient_rule, heuristic_config
 from ejkernel.ops.core.primitive import Call, known_types, types_of
 from ejkernel.ops.core.transformations.nodes import Choice, Node
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import (
-    AgreementError,
-    CacheWarning,
-    EjkernelError,
-    KernelError,
-    SerializationError,
-)
+from ejkernel.ops.errors import AgreementError, CacheWarning, EjkernelError, KernelError, SerializationError
 from ejkernel.ops.registry import record_invocation
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.fingerprint import platform_kind

@@ -201,11 +201,7 @@ class Executor(Generic[Cfg, Out]):
         return self._generation
 
     def body_of(
-        self,
-        call: Call,
-        platform: str,
-        avals: Sequence[HasType],
-        expected: Sequence[HasType] | None,
+        self, call: Call, platform: str, avals: Sequence[HasType], expected: Sequence[HasType] | None
     ) -> ResolvedCall:
         """Return a call with its configuration, ready to be lowered or run; see `Host`.
 
@@ -256,10 +252,6 @@ class Executor(Generic[Cfg, Out]):
     def digest_of(self, call: Call, platform: str, avals: Sequence[HasType]) -> str:
         """Return a digest of a call that splits itself, and of everything that decides how its shards run."""
         return digest_of(call, avals, platform, self.chooser)
-
-    def choose_for_types(self, inv: Invocation[Any, Any]) -> Any:
-        """Return any configuration for a kernel that has no heuristic."""
-        return self.resolve(inv).config
 
     def _forget_plans(self) -> None:
         # For calls that reach the primitive without a plan, for example under an eager `vmap`.

@@ -11,15 +11,7 @@ import jax
 
 from ejkernel import compat
 from ejkernel.ops.core.transformations.batching import LinearVmapped, Vmapped, no_cotangent
-from ejkernel.ops.core.transformations.nodes import (
-    Choice,
-    Flat,
-    Forward,
-    Node,
-    NonlinearWrapper,
-    Wrapper,
-    run_vjp,
-)
+from ejkernel.ops.core.transformations.nodes import Choice, Flat, Forward, Node, NonlinearWrapper, Wrapper, run_vjp
 from ejkernel.ops.errors import GradientError
 
 SUFFIXES: Final = {"vmap": "", "jvp": ".jvp", "vjp": ".bwd"}  # of the operation's name, by the kind of a step
