@@ -121,9 +121,9 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
     def call_of(self, inv: Invocation[OpCfg, Out]) -> CallT:
         """Return the description of the call `inv`."""
-        described = self.describe(*inv.args, **_without_request(inv.kwargs))
-        return dataclasses.replace(
-            described,
+        return self._described(
+            inv.args,
+            inv.kwargs,
             platform=inv.platform,
             device_fingerprint=inv.device_fingerprint,
             backward=inv.direction == "bwd",
@@ -132,6 +132,11 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             examples=math.prod(inv.batch_sizes),
             default_precision=inv.precision,
         )
+
+    def _described(self, args: tuple[Any, ...], options: Mapping[str, Any], **fields: Any) -> CallT:
+        """Return the description of a call; `fields` are those of `OperationCall` itself."""
+        own = {name: value for name, value in options.items() if name != "implementation"}
+        return dataclasses.replace(self.describe(*args, **own), **fields)
 
     def able(self, inv: Invocation[OpCfg, Out]) -> list[str]:
         """Return the names of the implementations that can run the call, in order of preference.
@@ -199,8 +204,8 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             return dict.fromkeys(self.implementations, "")
         args, options = self.typical_call()
         args, options = self.prepare(*args, **options)
-        call = self.describe(*args, **_without_request(options))
-        return self.reasons(dataclasses.replace(call, platform=device.partition(":")[0], device_fingerprint=device))
+        platform = device.partition(":")[0]
+        return self.reasons(self._described(args, options, platform=platform, device_fingerprint=device))
 
     def heuristic_cfg(self, inv: Invocation[OpCfg, Out]) -> OpCfg:
         """Return the preferred implementation for the call, with the parameters of its heuristic."""
@@ -364,7 +369,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             ConfigError: `cfg` contradicts the argument `implementation`, or its parameters are invalid for this call.
             UnsupportedError: The implementation does not run this call.
         """
-        call = dataclasses.replace(self.describe(*args, **_without_request(options)), backward=backward)
+        call = self._described(args, options, backward=backward)
         considered = self._considered(options, call)
         if considered is not None and cfg.implementation not in considered:
             raise ConfigError(
@@ -394,7 +399,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         Raises:
             UnsupportedError: No implementation, or none of those that the caller requested, runs the call.
         """
-        call = dataclasses.replace(self.describe(*args, **_without_request(options)), backward=backward)
+        call = self._described(args, options, backward=backward)
         chosen, params = self.implementations[cfg.implementation], _params_of(cfg, call)
         if not chosen.runs_everywhere(call):
             call = dataclasses.replace(call, **_lowered_place(), partitioned=compat.is_split_by_xla())
@@ -455,10 +460,6 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             if other.residuals == selected.implementation.residuals and reason is None:
                 return Selected(other, selected.call, other.heuristic(selected.call))
         return None
-
-
-def _without_request(options: Mapping[str, object]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "implementation"}
 
 
 def _params_of(config: OperationConfig, call: Any) -> Any:

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Hashable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ejkernel import compat
 
@@ -42,16 +42,27 @@ class Scope:
     recording: tuple[int, ...] = ()
 
 
-class Settings(NamedTuple):
+# Created at import: JAX documents that creating a context is not thread-safe.
+_context = compat.make_user_context(Scope())
+
+
+def current_scope() -> Scope:
+    """Return the scope of this thread."""
+    scope: Scope = _context.value
+    return scope
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
     """The settings under which a call was traced; it is resolved and computed under the same settings.
 
     Attributes:
-        numerics: JAX's settings.
-        scope: Ours: overlays, policies and recorders.
+        numerics: JAX's settings; by default those of this thread.
+        scope: Ours: overlays, policies and recorders; by default those of this thread.
     """
 
-    numerics: compat.Numerics
-    scope: Scope
+    numerics: compat.Numerics = dataclasses.field(default_factory=compat.numerics_in_force)
+    scope: Scope = dataclasses.field(default_factory=current_scope)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -63,21 +74,6 @@ class Settings(NamedTuple):
             if self.scope != current_scope():
                 stack.enter_context(entered(self.scope))
             yield
-
-
-def settings_in_force() -> Settings:
-    """Return the settings of this thread."""
-    return Settings(compat.numerics_in_force(), current_scope())
-
-
-# Created at import: JAX documents that creating a context is not thread-safe.
-_context = compat.make_user_context(Scope())
-
-
-def current_scope() -> Scope:
-    """Return the scope of this thread."""
-    scope: Scope = _context.value
-    return scope
 
 
 @contextlib.contextmanager

@@ -48,14 +48,18 @@ def names_of(kernel: Kernel[Cfg, Out]) -> Names:
     return names
 
 
-def note_config_types(inv: Invocation[Cfg, Out], kernel: Computation[Cfg, Out]) -> None:
-    """Let files name the configuration type that the kernel's heuristic returns, if the kernel class declares none."""
-    if kernel.config_type is not None:
-        return
+def config_type_of(inv: Invocation[Cfg, Out], kernel: Computation[Cfg, Out] | None) -> type | None:
+    """Return the configuration type that the kernel class declares.
+
+    If it declares none, files may name the type that the kernel's heuristic returns from then on.
+    """
+    if kernel is None or kernel.config_type is not None:
+        return None if kernel is None else kernel.config_type
     try:
         note_type(type(heuristic_config(kernel, inv)))
     except Exception as error:  # noqa: BLE001 - the heuristic runs again later, and raises its errors to the caller
         logger.debug("%s: the type of its configurations is unknown: %s", inv.op_id, error)
+    return None
 
 
 def check_kind(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out], config: object, what: str) -> None:

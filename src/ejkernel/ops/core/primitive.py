@@ -17,7 +17,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from ejkernel import compat
-from ejkernel.ops.core.context import Settings, settings_in_force
+from ejkernel.ops.core.context import Settings
 from ejkernel.ops.core.hooks import has_gradient_rule, has_residual_form, overrides, platform_to_trace_for
 from ejkernel.ops.core.invocation import Invocation, config_for_types
 from ejkernel.ops.core.sharding.lowering import Extent, SplitCall, explicit_split, lower_split
@@ -92,7 +92,7 @@ class Call:
     node: Node
     linear: int = 0
     override: Override | None = None
-    settings: Settings = dataclasses.field(default_factory=settings_in_force)
+    settings: Settings = dataclasses.field(default_factory=Settings)
     extent: Extent = Extent.WHOLE
 
     def __hash__(self) -> int:

@@ -14,7 +14,7 @@ from ejkernel.ops.config.staleness import standing
 from ejkernel.ops.config.tiers import tier as tiers
 from ejkernel.ops.config.tiers.tier import Consulted, Resolution, Tier
 from ejkernel.ops.core.context import current_scope
-from ejkernel.ops.core.declared_names import check_kind, decode_config, note_config_types
+from ejkernel.ops.core.declared_names import check_kind, config_type_of, decode_config
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, check_config, heuristic_config
 from ejkernel.ops.core.types import ConfigKey
@@ -107,10 +107,9 @@ class Request:
             return "the chain has no persistent cache"
         if self.key is None:
             return self.no_key
-        note_config_types(self.inv, self.kernel)
         notes = []
         # Ask each layer: the policy may refuse an entry, and a later layer may have one from the current environment.
-        for config, entry in saved_in(self.persistent, self.key, self.kernel.config_type):
+        for config, entry in saved_in(self.persistent, self.key, config_type_of(self.inv, self.kernel)):
             misfit = self._misfit(config, "its entry in the persistent cache")
             if misfit:
                 return misfit
@@ -133,10 +132,9 @@ class Request:
             return self.no_key
         if not getattr(self.persistent, "shipped", False):
             return "the chain does not use shipped configurations"
-        note_config_types(self.inv, self.kernel)
         device = sister_of(self.key.device) if tier is tiers.SISTER else self.key.device
         key = None if device is None else self.key._replace(device=device)
-        found = None if key is None else shipped_config(key, self.kernel.config_type)
+        found = None if key is None else shipped_config(key, config_type_of(self.inv, self.kernel))
         if found is None:
             return "no entry of a similar device" if tier is tiers.SISTER else "no entry"
         misfit = self._misfit(found.config, "the shipped configuration")
@@ -170,7 +168,7 @@ class Request:
         note = f"{note}; {found.source()}"
         if best is None:
             return note
-        note_config_types(self.inv, self.kernel)
+        config_type_of(self.inv, self.kernel)  # lets the estimate name it
         try:
             config = decode_config(best.config, best.config_type)
         except (ConfigError, SerializationError) as error:  # of another version of the kernel
