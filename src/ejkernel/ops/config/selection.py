@@ -262,12 +262,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
     def _consult(self, request: Request) -> Iterator[Consulted]:
         for tier, ask in self._sources(request):
             answer = ask()
-            if isinstance(answer, Consulted):
-                consulted = answer
-            elif isinstance(answer, Resolution):
-                consulted = Consulted(tier.name, answer)
-            else:
-                consulted = Consulted(tier.name, None, answer)
+            consulted = answer if isinstance(answer, Consulted) else Consulted(tier.name, None, answer)
             if request.looks or self.faults is not None:
                 faults = self.faults or Faults()
                 consulted = faults.checked(consulted, request.inv, request.kernel, look=request.looks)
@@ -306,12 +301,13 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
             return "would measure the candidates"
 
         def known() -> Resolution[Any] | None:
-            found = request.memory()
+            answer = request.memory()
+            found = answer.resolution if isinstance(answer, Consulted) else None
             # A saved configuration was asked for before, and may be known not to run.
-            return found if isinstance(found, Resolution) and not found.tier.is_saved else None
+            return None if found is None or found.tier.is_saved else found
 
         found: Resolution[Any] | str = self._autotune.answer(self, request.inv, request.kernel, request.policy, known)
-        return found
+        return found if isinstance(found, str) else Consulted(tiers.AUTOTUNE.name, found)
 
     def _refuse_to_tune(self, request: Request) -> str:
         """Return why a program of several processes tunes nothing: the others would wait for this process."""
@@ -331,5 +327,6 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
             found = consulted.resolution
             if found is not None and not found.tier.is_provisional:
                 # an overlay's configuration holds only inside its block
-                return request.answer(found.config, tiers.OVERLAY if found.tier is tiers.OVERLAY else tiers.FORWARD)
+                source = tiers.OVERLAY if found.tier is tiers.OVERLAY else tiers.FORWARD
+                return Consulted(tiers.FORWARD.name, Resolution(found.config, source.name, request.key))
         return "its forward call has no measured configuration either"

@@ -22,7 +22,7 @@ from ejkernel.ops.errors import NO_HEURISTIC, CacheWarning, ConfigError, NoConfi
 from ejkernel.ops.utils.formatting import counted
 from ejkernel.ops.utils.messages.warn import warn
 
-Answer = Resolution[Any] | Consulted | str  # an answer, with or without a note, or the reason for no answer
+Answer = Consulted | str  # an answer, or the reason for no answer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +51,9 @@ class Request:
     dry: bool
     looks: bool
 
-    def answer(self, config: object, tier: Tier) -> Resolution[Any]:
+    def answer(self, config: object, tier: Tier, note: str = "") -> Consulted:
         """Return a configuration as the answer of a tier."""
-        return Resolution(config, tier.name, self.key)
+        return Consulted(tier.name, Resolution(config, tier.name, self.key), note)
 
     def _misfit(self, config: object, what: str) -> str:
         """Return why the kernel rejects a configuration, and warn; empty if the kernel accepts it."""
@@ -99,7 +99,7 @@ class Request:
         if found.tier.is_provisional:
             return f"only an unmeasured answer, from {found.source}"
         misfit = self._misfit(found.config, "the configuration in memory")
-        return misfit or found
+        return misfit or Consulted(tiers.MEMORY.name, found)
 
     def saved(self, tier: Tier, wanted: Action) -> Answer:
         """Return the first saved configuration with the action `wanted` under the stale policy."""
@@ -115,7 +115,7 @@ class Request:
                 return misfit
             action, why = standing(self.policy.stale, entry, self.kernel, self.inv, look=self.dry)
             if action == wanted:
-                return Consulted(tier.name, self.answer(config, tier), why)
+                return self.answer(config, tier, why)
             notes.append(f"{why}: the policy says {action}")
         return Consulted(tier.name, None, "; ".join(dict.fromkeys(notes)) or "no entry", is_rejected=bool(notes))
 
@@ -142,7 +142,7 @@ class Request:
         # program. A rejection is a silent miss, listed by `explain`.
         if not misfit:
             misfit = self.kernel.why_not(self.inv, found.config)
-        return misfit or Consulted(tier.name, self.answer(found.config, tier), found.note)
+        return misfit or self.answer(found.config, tier, found.note)
 
     def published(self) -> Answer:
         """Return the preferred configuration that others published, unless it does not run here."""
@@ -152,7 +152,7 @@ class Request:
         for found in self.kernel.published(self.inv):
             why = found.why_not or found.why_not_untuned
             if not why:
-                return Consulted(tiers.PUBLISHED.name, self.answer(found.config, tiers.PUBLISHED), found.note)
+                return self.answer(found.config, tiers.PUBLISHED, found.note)
             notes.append(why)
         return "; ".join(dict.fromkeys(notes)) or "none for this call"
 
@@ -174,7 +174,7 @@ class Request:
         except (ConfigError, SerializationError) as error:  # of another version of the kernel
             return f"the estimated configuration cannot be read: {error}"
         misfit = self._misfit(config, "the estimated configuration") or self.kernel.why_not(self.inv, config)
-        return misfit or Consulted(tiers.ESTIMATED.name, self.answer(config, tiers.ESTIMATED), note)
+        return misfit or self.answer(config, tiers.ESTIMATED, note)
 
     def heuristic(self) -> Answer:
         """Return the kernel's heuristic configuration."""
