@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import jax
@@ -33,10 +34,6 @@ class Selected(NamedTuple):
     implementation: Implementation[Any]
     call: Any
     params: Any
-
-    def compute(self, method: str, given: Sequence[Any]) -> Any:
-        """Call `output`, `forward` or `backward` of the implementation."""
-        return getattr(self.implementation, method)(self.call, *given, params=self.params)
 
 
 _owners: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()  # configuration types to operation names
@@ -428,22 +425,24 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
     def _differentiable(self, method: str, selected: Selected, given: tuple[Any, ...]) -> Any:
         """Return the result of a method of the selected implementation, with tangents of another one if necessary."""
-        other = None if selected.implementation.differentiable else self._differentiable_alternative(selected)
+        implementation, call, params = selected
+        own = functools.partial(getattr(implementation, method), call, params=params)
+        other = None if implementation.differentiable else self._differentiable_alternative(method, selected)
         if other is None:
-            return selected.compute(method, given)
+            return own(*given)
 
         leaves, tree = jax.tree.flatten(given)
         arrays = [leaf for leaf in leaves if is_array(leaf)]
 
-        def compute(selected: Selected, arrays: tuple[Any, ...]) -> Any:
+        def compute(function: Callable[..., Any], arrays: tuple[Any, ...]) -> Any:
             remaining = iter(arrays)
             filled = [next(remaining) if is_array(leaf) else leaf for leaf in leaves]
-            return selected.compute(method, jax.tree.unflatten(tree, filled))
+            return function(*jax.tree.unflatten(tree, filled))
 
         # A rule for tangents instead of gradients, so that both modes and higher derivatives work.
         @jax.custom_jvp
         def computed(*arrays: Any) -> Any:
-            return compute(selected, arrays)
+            return compute(own, arrays)
 
         @computed.defjvp
         def _tangents(primals: Any, tangents: Any) -> Any:
@@ -451,14 +450,16 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
         return computed(*arrays)
 
-    def _differentiable_alternative(self, selected: Selected) -> Selected | None:
+    def _differentiable_alternative(self, method: str, selected: Selected) -> Callable[..., Any] | None:
+        """Return the method of a differentiable implementation that computes the same; `None` without one."""
         for name in self.implementations:
             # Only implementations for all platforms, because the platform may be unknown here.
             if self.implementations.platforms(name) or not self.implementations[name].differentiable:
                 continue
             other, reason = self.implementations[name], self.implementations.unsupported(name, selected.call)
             if other.residuals == selected.implementation.residuals and reason is None:
-                return Selected(other, selected.call, other.heuristic(selected.call))
+                params = other.heuristic(selected.call)
+                return functools.partial(getattr(other, method), selected.call, params=params)
         return None
 
 
