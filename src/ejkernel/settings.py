@@ -42,7 +42,7 @@ _PREFIX = "EJKERNEL_"
 _OURS = tuple(name for name in _READ if name.startswith(_PREFIX))
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Settings:
     """Process-wide defaults; constructor arguments take precedence.
 

@@ -43,7 +43,7 @@ class NotByEquality(Exception):
     """A typed plan got a float that `jit` would confuse with another, such as 0.0 and -0.0."""
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Plans:
     """The compiled functions of one executor, by kernel; they keep neither the executor nor the kernels alive.
 

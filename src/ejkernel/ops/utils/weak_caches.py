@@ -26,7 +26,7 @@ class Copied:
         vars(self).update(state, **{name: make() for name, make in self._anew.items()})
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class PerObject(Generic[T]):
     """A value for each object, by identity: equal objects have separate values, and objects need not be hashable.
 

@@ -72,7 +72,7 @@ class Weak(weakref.ref[Any]):
         return not self == other
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Strong:
     """A strong reference with the same equality, for objects that do not support weak references."""
 
