@@ -125,7 +125,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             device_fingerprint=inv.device_fingerprint,
             backward=inv.direction == "bwd",
             higher=inv.direction == "jvp" or inv.op_id.removeprefix(self.op_id).count(".") > 1,
-            partitioned=compat.is_split_by_xla(),
+            partitioned=compat.programs.is_split_by_xla(),
             examples=math.prod(inv.batch_sizes),
             default_precision=inv.precision,
         )
@@ -376,7 +376,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         chosen, params = self.implementations[cfg.implementation], _params_of(cfg, call)
         if not chosen.runs_everywhere(call) or params is None or (backward and not chosen.has_backward()):
             # Query the platform only if it matters: a trace that depends on it is repeated once the platform is known.
-            call = dataclasses.replace(call, **_lowered_place(), partitioned=compat.is_split_by_xla())
+            call = dataclasses.replace(call, **_lowered_place(), partitioned=compat.programs.is_split_by_xla())
             reason = self.implementations.unsupported(chosen.name, call)
             if reason is not None:
                 chosen, params = self._fallback(chosen, reason, call, self._considered(options, call)), None
@@ -399,7 +399,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         call = self._described(args, options, backward=backward)
         chosen, params = self.implementations[cfg.implementation], _params_of(cfg, call)
         if not chosen.runs_everywhere(call):
-            call = dataclasses.replace(call, **_lowered_place(), partitioned=compat.is_split_by_xla())
+            call = dataclasses.replace(call, **_lowered_place(), partitioned=compat.programs.is_split_by_xla())
         if self.implementations.unsupported(chosen.name, call) is None:
             if params is None or chosen.doubt(call, params) is None:
                 return cfg
@@ -480,7 +480,7 @@ def _valid_params(implementation: Implementation[Any], call: Any) -> Collection[
 
 def _lowered_place() -> dict[str, Any]:
     """Return the known fields of the target device, if the program is being lowered."""
-    platform = compat.lowered_platform()
+    platform = compat.programs.lowered_platform()
     if platform is None:
         return {"platform": None}
     # The model of an NVIDIA GPU may be unknown here. Kernels for TPUs choose by the chip's memory.

@@ -59,7 +59,7 @@ def weak_type_row(numbers: Numbers, config: object, want: Results) -> CheckRow |
         return None
 
     def weakly(*given: Any) -> Sequence[Any]:
-        return run(*[compat.weakly_typed(array) if array.dtype in default else array for array in given])
+        return run(*[compat.tracing.weakly_typed(array) if array.dtype in default else array for array in given])
 
     def found() -> Sequence[Any]:
         outs: Sequence[Any] = compiled(weakly, *arrays)(*arrays)
@@ -140,7 +140,7 @@ def platform_rows(
         errors = [_lowering_error(subject, platform, config) for config in configs[: None if claims else 1]]
         for config, failure in zip(configs, errors, strict=False):
             # It is not the kernel's fault if jaxlib lacks something here, such as the platform's compiler.
-            skipped = failure is not None and (not claims or compat.lacks_lowering(failure))
+            skipped = failure is not None and (not claims or compat.programs.lacks_lowering(failure))
             yield row(check, config, failure or "", skipped=skipped)
         if claims and errors[0] is None and (other := subject.of_odd_sizes()) is not None:
             yield _odd_row(other, platform, f"{check}, odd sizes", configs_for)
@@ -161,7 +161,7 @@ def _odd_row(
         error = raised
     if error is None:
         return row(check, config)
-    if refusal(error) or compat.lacks_lowering(error):
+    if refusal(error) or compat.programs.lacks_lowering(error):
         return row(check, config, error, skipped=True)
     types = ", ".join(f"{like.dtype}{list(like.shape)}" for like in subject.types)
     return row(check, config, f"{types}: {error_line(error)}. {HOW_TO_REFUSE}")
@@ -178,7 +178,7 @@ def _lowering_error(subject: Subject, platform: str, config: object) -> Exceptio
     run = _with_executor(subject, Executor(_Named(platform, config))).executed(None)
     with contextlib.nullcontext() if platform != "gpu" else Target.named(_TARGET).entered():
         try:
-            _lower(subject, run, compat.lowering_names(platform))
+            _lower(subject, run, compat.programs.lowering_names(platform))
         except Exception as error:  # noqa: BLE001 - the row has the reason
             return error
     return None

@@ -43,7 +43,7 @@ class Scope:
 
 
 # Created at import: JAX documents that creating a context is not thread-safe.
-_context = compat.make_user_context(Scope())
+_context = compat.tracing.make_user_context(Scope())
 
 
 def current_scope() -> Scope:
@@ -61,7 +61,7 @@ class Settings:
         scope: Ours: overlays, policies and recorders; by default those of this thread.
     """
 
-    numerics: compat.Numerics = dataclasses.field(default_factory=compat.numerics_in_force)
+    numerics: compat.settings.Numerics = dataclasses.field(default_factory=compat.settings.numerics_in_force)
     scope: Scope = dataclasses.field(default_factory=current_scope)
 
     @contextlib.contextmanager
@@ -69,8 +69,8 @@ class Settings:
         """Apply these settings inside the `with` block."""
         with contextlib.ExitStack() as stack:
             # This runs for every traced call, and in most programs nothing differs.
-            if self.numerics != compat.numerics_in_force():
-                stack.enter_context(compat.numerics(self.numerics))
+            if self.numerics != compat.settings.numerics_in_force():
+                stack.enter_context(compat.settings.numerics(self.numerics))
             if self.scope != current_scope():
                 stack.enter_context(entered(self.scope))
             yield

@@ -299,7 +299,7 @@ def form_of(kernel: Computation[Cfg, Out], name: str, platform: str, config: obj
         KernelError: The kernel does not have the hook in any form.
     """
     kind = platform_kind(platform)
-    forms = _FORMS_ON_AMD if kind == "gpu" and compat.lowers_for_amd() else _FORMS.get(kind, (kind, "xla"))
+    forms = _FORMS_ON_AMD if kind == "gpu" and compat.programs.lowers_for_amd() else _FORMS.get(kind, (kind, "xla"))
     asked = getattr(config, "platform", None)
     if asked is not None and asked != "auto":
         return _asked_form(kernel, name, str(asked), kind, forms)

@@ -79,12 +79,14 @@ class Invocation(Generic[Cfg, Out]):
     method: str | None = None
     device: str = ""
     precision: str | None = dataclasses.field(
-        default_factory=lambda: compat.numerics_in_force().default_matmul_precision
+        default_factory=lambda: compat.settings.numerics_in_force().default_matmul_precision
     )
-    x64: bool = dataclasses.field(default_factory=lambda: compat.numerics_in_force().enable_x64)
-    prng: str = dataclasses.field(default_factory=lambda: compat.numerics_in_force().default_prng_impl)
-    promotion: str = dataclasses.field(default_factory=lambda: compat.numerics_in_force().numpy_dtype_promotion.value)
-    span: compat.Span | None = dataclasses.field(default=None, repr=False)
+    x64: bool = dataclasses.field(default_factory=lambda: compat.settings.numerics_in_force().enable_x64)
+    prng: str = dataclasses.field(default_factory=lambda: compat.settings.numerics_in_force().default_prng_impl)
+    promotion: str = dataclasses.field(
+        default_factory=lambda: compat.settings.numerics_in_force().numpy_dtype_promotion.value
+    )
+    span: compat.processes.Span | None = dataclasses.field(default=None, repr=False)
     array_types: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(default=(), repr=False)
     _node: Node | None = dataclasses.field(default=None, repr=False)
 
@@ -123,9 +125,9 @@ class Invocation(Generic[Cfg, Out]):
         return suffix.rpartition(".")[2] if suffix else "fwd"
 
     @property
-    def numerics(self) -> compat.Numerics:
+    def numerics(self) -> compat.settings.Numerics:
         """JAX's settings for the call."""
-        return compat.numerics_in_force()._replace(
+        return compat.settings.numerics_in_force()._replace(
             default_matmul_precision=self.precision,
             enable_x64=self.x64,
             default_prng_impl=self.prng,
@@ -366,7 +368,7 @@ def invocation_of(node: Node, avals: Sequence[HasType], *, platform: str, overri
         override_cfg=override,
         method=node.spec.method,
         device=platform_fingerprint(platform),
-        span=compat.program_span(),
+        span=compat.programs.program_span(),
         array_types=tuple(abstract(aval) for aval in avals),
         _node=node if node.suffix else node.forward,  # a forward with residuals shares the plain forward's key
     )

@@ -75,7 +75,7 @@ class ResolvedCall:
     def label(self, values: Sequence[object], inputs: Sequence[object]) -> None:
         """Label one of the values that `jaxpr` was lowered to; their types are the expected ones."""
         text = self._label_and_payload
-        if text is not None and not any(compat.label_value(value, inputs, *text) for value in values):
+        if text is not None and not any(compat.programs.label_value(value, inputs, *text) for value in values):
             self._log_unlabelled()
 
     @functools.cached_property
@@ -124,7 +124,9 @@ def trace_with(config: object, call: Call, avals: Sequence[HasType], platform: s
         return None
     # The trace must hold for this program. A lowered program does not contain references (`jax.Ref`) that the trace
     # created, so such calls are traced again.
-    if any(question() != said for question, said in types.answers.items()) or compat.has_references(types.jaxpr):
+    if any(question() != said for question, said in types.answers.items()) or compat.tracing.has_references(
+        types.jaxpr
+    ):
         return None
     if identity(types.config) == identity(config):  # faster than JSON; dictionaries are compared below
         return types.jaxpr
@@ -146,7 +148,7 @@ def _raise_if_not_differentiable(
     try:
         config = heuristic_config(kernel, inv)
         derivative = node.flat(Choice(config=config, platform=inv.platform))
-        compat.traced(derivative, [jax.typeof(array) for array in arrays])
+        compat.tracing.traced(derivative, [jax.typeof(array) for array in arrays])
     except Exception as again:
         raise _no_gradient(inv, again) from again
 
@@ -162,7 +164,7 @@ def _no_gradient(inv: Invocation[Any, Any], error: Exception) -> KernelError:
 
 def _fallback(inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exception, instead: _Instead) -> Any:
     """Return another resolution, with a warning, if a saved configuration does not run; otherwise raise."""
-    if compat.needs_axis(error):  # a shard's call, looked at outside of its mesh: no configuration runs there
+    if compat.tracing.needs_axis(error):  # a shard's call, looked at outside of its mesh: no configuration runs there
         raise error
     # With another configuration here, this process would run a different program than the others, and all would hang.
     if is_from_other_process(resolution):
@@ -191,7 +193,7 @@ def runnable(
     while resolution.tier.is_saved:
         try:
             # After the offer, the other processes use it, so the heuristic could no longer replace it here.
-            compat.traced(node.flat(Choice(config=resolution.config, platform=inv.platform)), avals)
+            compat.tracing.traced(node.flat(Choice(config=resolution.config, platform=inv.platform)), avals)
             break
         except Exception as error:  # noqa: BLE001 - raised again, unless another configuration replaces this one
             resolution = _fallback(inv, resolution, error, instead)

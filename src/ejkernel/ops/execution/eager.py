@@ -34,7 +34,7 @@ _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.Ref)
 _NOT_STATIC = (*_ARRAY_TYPES, type(None))
 # Equal values of these types are interchangeable, except for some floats: see `_is_exception`.
 _BY_EQUALITY = frozenset({bool, int, float, str, bytes, type(None)})
-_ARRAY_KINDS = frozenset({compat.ArrayImpl, np.ndarray})
+_ARRAY_KINDS = frozenset({compat.tracing.ArrayImpl, np.ndarray})
 _SCANNED, _ARRAY, _SCALAR = "scanned", "array", "scalar"
 _DTYPES = (np.dtype, type(jnp.float32))
 
@@ -88,7 +88,7 @@ class Plans:
         for array in arrays:
             if isinstance(array, jax.ShapeDtypeStruct):
                 raise _is_a_type(kernel, array)
-        if not compat.outside_traces():  # the kernel may be gone when the trace is lowered, and a plan with it
+        if not compat.tracing.outside_traces():  # the kernel may be gone when the trace is lowered, and a plan with it
             raise Traced
         values = (*args, *kwargs.values())
         types = (*map(type, args), *kwargs, *map(type, kwargs.values()))

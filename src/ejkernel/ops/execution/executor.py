@@ -189,7 +189,7 @@ class Executor(Generic[Cfg, Out]):
 
     def _choose_for_all(self, inv: Invocation[Cfg, Out]) -> Cfg:
         """Return the configuration for a program that is not compiled yet and may run in several processes."""
-        span = compat.any_span()
+        span = compat.processes.any_span()
         if span is None or not effective_policy(self.chooser).agree:
             return self.resolve(inv).config
         spanning = dataclasses.replace(inv, span=span)
@@ -214,7 +214,7 @@ class Executor(Generic[Cfg, Out]):
         override = None if call.override is None else call.override.config
         inv = invocation_of(call.node, avals, platform=platform, override=override)
         if expected is None:  # the call runs eagerly, and its devices are not known yet
-            inv = dataclasses.replace(inv, span=compat.any_span())
+            inv = dataclasses.replace(inv, span=compat.processes.any_span())
         if inv.span is not None and effective_policy(self.chooser).agree:
             resolution = agreed(inv, lambda: runnable(inv, call.node, avals, self.resolve(inv), self._instead))
         else:
@@ -267,7 +267,7 @@ class Executor(Generic[Cfg, Out]):
         if "method" in kwargs:
             return self._through_method(kernel, args, kwargs, cfg)
         # Plans are jitted functions, and jit is disabled.
-        if compat.config.jax_disable_jit:
+        if compat.settings.config.jax_disable_jit:
             return self.bind(kernel, args, kwargs, cfg)
         try:
             return cast(Out, self._plans.run(kernel, args, kwargs, cfg, None if cfg is None else _override_token(cfg)))
@@ -308,7 +308,7 @@ class Executor(Generic[Cfg, Out]):
             fault = config_fault(inv, cfg, error, name=name)
             if not fault:
                 raise
-            raise ConfigError(fault) from compat.without_our_frames(error)
+            raise ConfigError(fault) from compat.programs.without_our_frames(error)
         return cast(Out, jax.tree.unflatten(types.trees[0], call_p.bind(*arrays, call=call)))
 
     def _through_method(

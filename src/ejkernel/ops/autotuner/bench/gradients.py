@@ -137,7 +137,7 @@ def _backward(oracle: Oracle, choice: Choice) -> tuple[Node, list[Any], list[str
 
 def run_once(node: Node, choice: Choice, inputs: Sequence[object], platform: str) -> Sequence[Any]:
     """Compile a node, run it once and return its results."""
-    compiled = compat.compiled_for_one_run(jax.jit(node.flat(choice)).lower(*inputs), platform)
+    compiled = compat.executables.compiled_for_one_run(jax.jit(node.flat(choice)).lower(*inputs), platform)
     check_room(peak_bytes(compiled) or 0, "the gradient")
     results: Sequence[Any] = jax.block_until_ready(compiled(*inputs))
     return results

@@ -224,8 +224,8 @@ class Program:
             )
         # Code compiled elsewhere expects the runtime of its kernels in this process.
         if self.mosaic:
-            compat.load_mosaic_gpu_runtime()
-        return compat.loaded(code, inputs=self.inputs, outputs=self.outputs)
+            compat.executables.load_mosaic_gpu_runtime()
+        return compat.executables.loaded(code, inputs=self.inputs, outputs=self.outputs)
 
 
 def is_first(device: jax.Device) -> bool:

@@ -130,7 +130,7 @@ def _key_of(inv: Invocation[Cfg, Out]) -> ConfigKey | None:
 
 def call_name(inv: Invocation[Cfg, Out]) -> str:
     """Return the name of a call in the store. It omits the device, which may differ between processes."""
-    span = inv.span or compat.Span(0)
+    span = inv.span or compat.processes.Span(0)
     where = f"{span.devices} {'partitioned ' * span.partitioned}devices" if span.devices else "any devices"
     return f"{inv.op_id_v}:{inv.call_key}{_own_form(inv)} on {inv.platform}, {where}{_of(span.processes)}"
 

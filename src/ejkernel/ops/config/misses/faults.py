@@ -73,8 +73,8 @@ def why_not_traced(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], config: 
 def _traced(inv: Invocation[Any, Any], config: object) -> Exception | None:
     """Return the error of a call traced with a configuration, or `None`."""
     try:
-        with compat.numerics(inv.numerics):
-            compat.traced(inv.node.flat(Choice(config=config, platform=inv.platform)), inv.argument_types)
+        with compat.settings.numerics(inv.numerics):
+            compat.tracing.traced(inv.node.flat(Choice(config=config, platform=inv.platform)), inv.argument_types)
     except Exception as error:  # noqa: BLE001 - returned
         return error
     return None

@@ -108,7 +108,7 @@ class Linear(Wrapper):
     def _all_tangents(self, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[Any, ...]:
         given = iter(tangents)
         return tuple(
-            next(given) if has else compat.zeros_of_tangent(p) for p, has in zip(primals, self.wrt, strict=True)
+            next(given) if has else compat.tracing.zeros_of_tangent(p) for p, has in zip(primals, self.wrt, strict=True)
         )
 
     def _wanted(self, gradients: Sequence[jax.Array | None]) -> tuple[Any, ...]:

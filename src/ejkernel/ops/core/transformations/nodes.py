@@ -267,7 +267,7 @@ class Forward:
         def gradients(*arrays: jax.Array) -> tuple[Any, ...]:
             primals, cts = arrays[: self.spec.num_arrays], arrays[self.spec.num_arrays :]
             out_tree = self._out_tree(choice, primals)
-            alike, own = compat.varying_alike(primals, cts)  # `flat_gradients` sums over devices
+            alike, own = compat.tracing.varying_alike(primals, cts)  # `flat_gradients` sums over devices
             args, kwargs = self.spec.join(alike)
             cotangents = as_outputs(out_tree, own)
             given = (args, choice.config, kwargs, cotangents)
@@ -308,7 +308,7 @@ def run_vjp(
     if not writes_residual_form(spec.kernel):
         run = Forward(spec).flat(choice)
         return gradients_from_jax_residuals(run, primals, saved, cts, out_tree.num_leaves, spec.kernel.op_id)
-    (saved, alike), cts = compat.varying_alike((saved, primals), cts)  # `flat_gradients` sums over devices
+    (saved, alike), cts = compat.tracing.varying_alike((saved, primals), cts)  # `flat_gradients` sums over devices
     out = jax.tree.unflatten(out_tree, saved[: out_tree.num_leaves])
     residuals = jax.tree.unflatten(residual_tree, saved[out_tree.num_leaves :])
     args, kwargs = spec.join(alike)
@@ -383,7 +383,7 @@ def _fit(op: str, name: str, primal: jax.Array, gradient: Any) -> jax.Array | No
         )
     # If an argument is replicated over the devices of a `shard_map`, its gradient is the sum over these devices.
     # Cast to the array's dtype: `jax.custom_vjp` would pass on a float32 gradient of a bfloat16 array unchanged.
-    fitted: jax.Array = compat.match_varying(primal, jnp.asarray(gradient, primal.dtype))
+    fitted: jax.Array = compat.tracing.match_varying(primal, jnp.asarray(gradient, primal.dtype))
     return fitted
 
 
