@@ -6,8 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any, ClassVar, Generic
 
 from ejkernel.ops.config.cache import ConfigCache, same_config
@@ -260,8 +259,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
             warn(text, KernelWarning)
 
     def _consult(self, request: Request) -> Iterator[Consulted]:
-        for tier, ask in self._sources(request):
-            answer = ask()
+        for tier, answer in self._answers(request):
             consulted = answer if isinstance(answer, Consulted) else Consulted(tier.name, None, answer)
             if request.looks or self.faults is not None:
                 faults = self.faults or Faults()
@@ -270,25 +268,25 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
             if consulted.resolution is not None:
                 return
 
-    def _sources(self, request: Request) -> Iterator[tuple[Tier, Callable[[], Answer]]]:
-        """Yield the tiers that may have an answer, in order, each with the function that asks it."""
-        yield tiers.OVERRIDE, request.override
-        yield tiers.OVERLAY, request.overlay
-        yield tiers.MEMORY, request.memory
-        yield tiers.PERSISTENT, partial(request.saved, tiers.PERSISTENT, "use")
-        yield tiers.SHIPPED, partial(request.shipped, tiers.SHIPPED)
+    def _answers(self, request: Request) -> Iterator[tuple[Tier, Answer]]:
+        """Yield the tiers that may have an answer, in order, each with its answer; a tier is asked in its turn."""
+        yield tiers.OVERRIDE, request.override()
+        yield tiers.OVERLAY, request.overlay()
+        yield tiers.MEMORY, request.memory()
+        yield tiers.PERSISTENT, request.saved(tiers.PERSISTENT, "use")
+        yield tiers.SHIPPED, request.shipped(tiers.SHIPPED)
         if getattr(self.persistent, "shared", ()):
-            yield tiers.SHARED, request.shared
-        yield tiers.AUTOTUNE, partial(self._from_tuning, request)
+            yield tiers.SHARED, request.shared()
+        yield tiers.AUTOTUNE, self._from_tuning(request)
         if request.policy.stale != StalePolicy():
-            yield tiers.STALE, partial(request.saved, tiers.STALE, "retune")
-        yield tiers.SISTER, partial(request.shipped, tiers.SISTER)
+            yield tiers.STALE, request.saved(tiers.STALE, "retune")
+        yield tiers.SISTER, request.shipped(tiers.SISTER)
         if request.inv.direction != "fwd":
-            yield tiers.FORWARD, partial(self._from_forward, request)
+            yield tiers.FORWARD, self._from_forward(request)
         if request.inv.platform == "tpu":  # only TPUs have tables and a simulator
-            yield tiers.PUBLISHED, request.published
-            yield tiers.ESTIMATED, request.estimated
-        yield tiers.HEURISTIC, request.heuristic
+            yield tiers.PUBLISHED, request.published()
+            yield tiers.ESTIMATED, request.estimated()
+        yield tiers.HEURISTIC, request.heuristic()
 
     def _from_tuning(self, request: Request) -> Answer:
         if not request.policy.autotune:
