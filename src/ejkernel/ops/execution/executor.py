@@ -258,10 +258,11 @@ class Executor(Generic[Cfg, Out]):
         self._generation += 1
         self._plans.tables.clear()
 
-    def _call(self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None) -> Out:
-        kernel, args = unbound(kernel, args)
+    def _call(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None) -> Out:
         if not isinstance(kernel, Kernel):
-            raise KernelError(f"kernel must be an instance of Kernel, got {kernel!r}.")
+            kernel, args = unbound(kernel, args)
+            if not isinstance(kernel, Kernel):
+                raise KernelError(f"kernel must be an instance of Kernel, got {kernel!r}.")
         if cfg is not None:
             check_config(kernel, cfg)
         if "method" in kwargs:
