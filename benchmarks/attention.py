@@ -169,7 +169,7 @@ class Entry:
         """Return the program, or the reason for having none."""
         try:
             lowered = self.lowered()
-            code = compat.serialized(lowered.compile())
+            code = compat.executables.serialized(lowered.compile())
         except Exception as error:  # noqa: BLE001 - any error of a contender is its result
             return error_text(error)[:300]
         counts = [len(jax.tree.leaves(tree)) for tree in (lowered.in_avals, lowered.out_info)]

@@ -210,7 +210,9 @@ def measured(shape: Shape, direction: str, contender: str, lock: Path, kinds: Se
             own = jnp.asarray(group_sizes(shape, kind))
             out = jax.tree.leaves(program(*arrays, own))[0]
             error = None if contender == "dense" else error_of((*arrays, np.asarray(own), out), direction)
-            samples = [compat.cupti_seconds(functools.partial(program, *arrays, own)) or 0.0 for _ in range(ROUNDS)]
+            samples = [
+                compat.executables.cupti_seconds(functools.partial(program, *arrays, own)) or 0.0 for _ in range(ROUNDS)
+            ]
             found[kind] = {"us": round(1e6 * float(np.median(samples)), 1), "error": error}
         return found
 

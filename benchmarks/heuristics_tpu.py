@@ -151,7 +151,7 @@ def compiled(case: dict[str, Any]) -> dict[str, Any]:
             lowered = run.lower(operands, out, lse)
         else:
             lowered = jax.jit(lambda o: implementation.attend(o, rules, params)).lower(operands)
-        return {"used": compat.vector_memory(str(lowered.compile().as_text()))}
+        return {"used": compat.executables.vector_memory(str(lowered.compile().as_text()))}
 
 
 # --- in the caller ---

@@ -275,7 +275,7 @@ def measured(shape: Shape, direction: str, names: Sequence[str], *, check: bool)
         found[name] |= {"us": round(us, 1), "best_us": round(1e6 * min(samples[name]), 1)}
         found[name] |= {"tflops": round(flops / us / 1e6, 1)}
         time.sleep(0.5)  # the card cools down
-        kernels = compat.cupti_seconds(run) if jax.default_backend() == "gpu" else None
+        kernels = compat.executables.cupti_seconds(run) if jax.default_backend() == "gpu" else None
         found[name]["kernel_us"] = None if kernels is None else round(1e6 * kernels, 1)
     return found
 

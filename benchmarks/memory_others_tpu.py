@@ -237,7 +237,7 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
 
     implementation, call = described(case)
     params = _params_of(case)
-    sharding = compat.tpu_topology_sharding(_TOPOLOGIES[case["chip"]])
+    sharding = compat.executables.tpu_topology_sharding(_TOPOLOGIES[case["chip"]])
     like = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
 
     def run(*args: Any) -> Any:
@@ -246,7 +246,7 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
             how: dict[str, Any] = {"scale": 0.1, "window": None, "soft_cap": None}
             how["blocks"] = tuple(case["params"].values())
             pages = pages.reshape(*pages.shape[:2], -1, pages.shape[4])
-            return compat.tpu_ragged_paged_attention(q, pages, lengths, table, offsets, count, **how)
+            return compat.kernels.tpu_ragged_paged_attention(q, pages, lengths, table, offsets, count, **how)
         if call.backward:
             return implementation.backward(call, *args, params=params)
         return implementation.forward(call, *args, params=params)[0]
@@ -255,12 +255,12 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("alone"):
         args = (*args[:5], like((1,), "int32"))
     (device,) = sharding.device_set
-    with compat.abstract_device("tpu", device.device_kind, 1):
+    with compat.executables.abstract_device("tpu", device.device_kind, 1):
         traced = jax.jit(run).trace(*args)
         if implementation.name == "pallas":
             (found,) = tpu_windows.memory_of(traced)
             return {"used": [found.used], "kept": [found.kept]}
-        return {"used": [max(compat.vector_memory(str(traced.lower().compile().as_text())))], "kept": [0]}
+        return {"used": [max(compat.executables.vector_memory(str(traced.lower().compile().as_text())))], "kept": [0]}
 
 
 def _arguments(kind: str, call: Any, like: Callable[..., Any]) -> tuple[Any, ...]:

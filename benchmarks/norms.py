@@ -132,7 +132,7 @@ def timed(function: Function, own: Sequence[Any], direction: str) -> tuple[list[
     """Return results, and the median of microseconds."""
     program = jax.jit(with_gradients(function) if direction == "both" else function).lower(*own).compile()
     results = jax.tree.leaves(program(*own))
-    samples = [compat.cupti_seconds(lambda: program(*own)) or 0.0 for _ in range(ROUNDS)]
+    samples = [compat.executables.cupti_seconds(lambda: program(*own)) or 0.0 for _ in range(ROUNDS)]
     return results, round(1e6 * float(np.median(samples)), 1)
 
 

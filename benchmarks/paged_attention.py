@@ -178,7 +178,7 @@ def timed(run: Function) -> dict[str, Any]:
     jax.block_until_ready(out)
     row: dict[str, Any] = {"us": round(1e6 * (time.perf_counter() - start) / number, 1)}
     if jax.default_backend() == "gpu":
-        taken = [compat.cupti_seconds(run) for _ in range(RUNS)]
+        taken = [compat.executables.cupti_seconds(run) for _ in range(RUNS)]
         known = [x for x in taken if x is not None]
         row["kernel_us"] = round(1e6 * float(np.median(known)), 1) if known else None
     return row

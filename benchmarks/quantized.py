@@ -118,7 +118,7 @@ def _add_times(flops: float, found: dict[str, Any], runs: Mapping[str, Function]
     for _ in range(SINGLE_CALLS if jax.default_backend() == "gpu" else 0):
         for name in map(str, order.permutation(list(runs))):
             time.sleep(PAUSE_S)  # the card cools down
-            kernels = compat.cupti_seconds(runs[name])
+            kernels = compat.executables.cupti_seconds(runs[name])
             single[name] += [] if kernels is None else [kernels]
     for name in runs:
         for kind, samples in (("us", warm[name]), ("kernel_us", single[name])):

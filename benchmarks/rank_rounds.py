@@ -149,7 +149,7 @@ class Rank:
         persistent = saved if self.own.random() < 0.5 else None
         self.chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(ConfigCache(), persistent, policy=policy)
         self.executor = Executor(self.chain)
-        self.service = compat.coordination_store().client
+        self.service = compat.processes.coordination_store().client
         self.mixed: list[str] = []
         self.errors = 0
 

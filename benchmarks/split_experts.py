@@ -105,7 +105,10 @@ def measure_part(name: str, direction: str, rounds: int) -> dict[str, Any]:
         compiled(lambda lhs, rhs, sizes, _: call(lhs, rhs, sizes), arrays),
         compiled(lambda lhs, rhs, sizes, first: call(lhs, rhs, sizes, first_group=first, **more), arrays),
     ]
-    samples = [[compat.cupti_seconds(functools.partial(p, *arrays)) or 0.0 for p in programs] for _ in range(rounds)]
+    samples = [
+        [compat.executables.cupti_seconds(functools.partial(p, *arrays)) or 0.0 for p in programs]
+        for _ in range(rounds)
+    ]
     whole, some = (round(statistics.median(times) * 1e6, 1) for times in zip(*samples, strict=True))
     apart = difference(*[program(*arrays) for program in programs])
     figures = {"plain_us": whole, "first_group_us": some, "ratio": round(some / whole, 3)}

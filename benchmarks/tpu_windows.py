@@ -39,7 +39,7 @@ class KernelMemory(NamedTuple):
 
 def placed(operands: Any, topology: str) -> Any:
     """Return the types of arrays on the first TPU of a topology."""
-    sharding = compat.tpu_topology_sharding(topology)
+    sharding = compat.executables.tpu_topology_sharding(topology)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), operands)
 
 
@@ -71,7 +71,7 @@ def memory_of(traced: jax.stages.Traced) -> list[KernelMemory]:
     mappings = dict(_mappings(traced.jaxpr.jaxpr))
     types = dict(_DEFINED.findall(text))
     calls = [(name[1:], [*_types(operands, types), *_TYPE.findall(out)]) for name, out, operands in _CALL.findall(text)]
-    used = compat.vector_memory(text)
+    used = compat.executables.vector_memory(text)
     return sorted(
         KernelMemory(name, size, _kept(name, each, mappings)) for (name, each), size in zip(calls, used, strict=True)
     )

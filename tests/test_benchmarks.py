@@ -185,7 +185,7 @@ def test_rows_measured_again_take_the_places_of_the_old_ones():
 
 @pytest.mark.slow
 def test_a_draw_is_tuned_from_the_heuristic_by_different_changes():
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     with Target.named("nvidia_h200").entered():
         entries = dict(attention_near.entries_of("causal B1 T4096 H16/4 D128", 4))

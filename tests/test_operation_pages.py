@@ -68,13 +68,13 @@ def test_a_page_has_what_a_reader_looks_for(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
-@pytest.mark.skipif(compat.mosaic_gpu_reason() is not None, reason="this JAX lacks Mosaic GPU")
+@pytest.mark.skipif(compat.kernels.mosaic_gpu_reason() is not None, reason="this JAX lacks Mosaic GPU")
 def test_a_support_table_is_that_of_the_implementations(script, name):
     assert script.written(PAGES[name], name) == PAGES[name], "run scripts/operation_pages.py"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(compat.mosaic_gpu_reason() is not None, reason="this JAX lacks Mosaic GPU")
+@pytest.mark.skipif(compat.kernels.mosaic_gpu_reason() is not None, reason="this JAX lacks Mosaic GPU")
 def test_an_implementation_that_refuses_a_feature_changes_the_table(script, monkeypatch):
     page = script.CALLS["rms_norm"]
     table = script.Table(page)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
@@ -41,23 +42,23 @@ _PREFIX = "EJKERNEL_"
 _OURS = tuple(name for name in _READ if name.startswith(_PREFIX))
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Settings:
     """Process-wide defaults; constructor arguments take precedence.
 
     Each variable is read on first use, so that a bad value only affects code that needs it. An unset or empty variable
     means its default.
 
-    Args:
+    Attributes:
         env: The environment.
     """
 
-    def __init__(self, env: Mapping[str, str]) -> None:
-        self._env = env
+    env: Mapping[str, str]
 
     @functools.cached_property
     def cache_dir(self) -> Path:
         """The folder to which the persistent cache writes (`EJKERNEL_CACHE_DIR`)."""
-        given = self._env.get("EJKERNEL_CACHE_DIR", "").strip()
+        given = self.env.get("EJKERNEL_CACHE_DIR", "").strip()
         if "://" in given:
             raise _error(f"EJKERNEL_CACHE_DIR must be a folder, got {given!r}; URLs are for EJKERNEL_CACHE_LAYERS.")
         if given:
@@ -67,18 +68,18 @@ class Settings:
                 raise _error(
                     f"EJKERNEL_CACHE_DIR: cannot find the home folder in {given!r}; use an absolute path."
                 ) from error
-        base = self._env.get("XDG_CACHE_HOME", "").strip() or "~/.cache"
+        base = self.env.get("XDG_CACHE_HOME", "").strip() or "~/.cache"
         return Path(base).expanduser() / "ejkernel" / CACHE_FOLDER
 
     @property
     def cache_variable(self) -> str:
         """The variable that names `cache_dir`; empty for the default folder."""
-        return "EJKERNEL_CACHE_DIR" if self._env.get("EJKERNEL_CACHE_DIR", "").strip() else ""
+        return "EJKERNEL_CACHE_DIR" if self.env.get("EJKERNEL_CACHE_DIR", "").strip() else ""
 
     @functools.cached_property
     def batches(self) -> Path | None:
         """The file of recorded batches with which tuning measures `paged_attention` (`EJKERNEL_BATCHES`)."""
-        given = self._env.get("EJKERNEL_BATCHES", "").strip()
+        given = self.env.get("EJKERNEL_BATCHES", "").strip()
         if "://" in given:
             raise _error(f"EJKERNEL_BATCHES must be a file, got {given!r}; download it first.")
         return Path(given).expanduser() if given else None
@@ -86,12 +87,12 @@ class Settings:
     @functools.cached_property
     def cache_layers(self) -> tuple[str, ...]:
         """Folders and URLs to read after `cache_dir` (`EJKERNEL_CACHE_LAYERS`, separated by commas)."""
-        return _items(self._env, "EJKERNEL_CACHE_LAYERS")
+        return _items(self.env, "EJKERNEL_CACHE_LAYERS")
 
     @functools.cached_property
     def cache_protocols(self) -> tuple[str, ...]:
         """Additional protocols for URLs of shared caches (`EJKERNEL_CACHE_PROTOCOLS`)."""
-        names = tuple(name.lower() for name in _items(self._env, "EJKERNEL_CACHE_PROTOCOLS"))
+        names = tuple(name.lower() for name in _items(self.env, "EJKERNEL_CACHE_PROTOCOLS"))
         bad = [name for name in names if not _PROTOCOL.fullmatch(name)]
         if bad:
             raise _error(f"EJKERNEL_CACHE_PROTOCOLS must list protocols, such as hdfs; got {bad[0]!r}.")
@@ -103,21 +104,21 @@ class Settings:
 
         `EJKERNEL_AUTOTUNE=1` is the same as `tune`.
         """
-        asked = _choice(self._env, "EJKERNEL_ON_MISS", ("heuristic", "tune", "error"), "heuristic")
-        tune = _BOOLS[_choice(self._env, "EJKERNEL_AUTOTUNE", _BOOLS, "0")]
-        if tune and asked != "tune" and self._env.get("EJKERNEL_ON_MISS", "").strip():
+        asked = _choice(self.env, "EJKERNEL_ON_MISS", ("heuristic", "tune", "error"), "heuristic")
+        tune = _BOOLS[_choice(self.env, "EJKERNEL_AUTOTUNE", _BOOLS, "0")]
+        if tune and asked != "tune" and self.env.get("EJKERNEL_ON_MISS", "").strip():
             raise _error(f"EJKERNEL_ON_MISS={asked} and EJKERNEL_AUTOTUNE=1 contradict each other; unset one of them.")
         return "tune" if tune else asked
 
     @functools.cached_property
     def note_misses(self) -> bool:
         """Whether the default executor writes misses to the cache folder (`EJKERNEL_NOTE_MISSES`)."""
-        return _BOOLS[_choice(self._env, "EJKERNEL_NOTE_MISSES", _BOOLS, "0")]
+        return _BOOLS[_choice(self.env, "EJKERNEL_NOTE_MISSES", _BOOLS, "0")]
 
     @functools.cached_property
     def record(self) -> bool:
         """Whether every lowered call is recorded (`EJKERNEL_OPS_RECORD`)."""
-        return _BOOLS[_choice(self._env, "EJKERNEL_OPS_RECORD", _BOOLS, "0")]
+        return _BOOLS[_choice(self.env, "EJKERNEL_OPS_RECORD", _BOOLS, "0")]
 
     @functools.cached_property
     def stale(self) -> dict[str, Any]:
@@ -125,11 +126,11 @@ class Settings:
 
         `EJKERNEL_STALE` is one action for all fields, such as `retune`, or a list such as `jax=retune,driver=refuse`.
         """
-        raw = self._env.get("EJKERNEL_STALE", "").strip().lower()
+        raw = self.env.get("EJKERNEL_STALE", "").strip().lower()
         if raw in _STALE:  # for all fields
             return dict.fromkeys(_MAY_DIFFER, raw)
         actions: dict[str, str] = {}
-        for item in _items(self._env, "EJKERNEL_STALE"):
+        for item in _items(self.env, "EJKERNEL_STALE"):
             name, _, action = (part.strip() for part in item.lower().partition("="))
             if name not in _MAY_DIFFER or action not in _STALE:
                 choices = f"one of {', '.join(_STALE)}, or NAME=ACTION of {', '.join(_MAY_DIFFER)}"
@@ -142,7 +143,7 @@ class Settings:
     @functools.cached_property
     def stamp(self) -> str:
         """Content of a call's label in the program's text: `hash`, `json` or `none` (`EJKERNEL_OPS_STAMP`)."""
-        return _choice(self._env, "EJKERNEL_OPS_STAMP", ("hash", "json", "none"), "hash")
+        return _choice(self.env, "EJKERNEL_OPS_STAMP", ("hash", "json", "none"), "hash")
 
     def check(self) -> None:
         """Raise if a setting other than folders and URLs is bad; commands call this before they start."""

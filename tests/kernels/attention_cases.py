@@ -168,13 +168,13 @@ def _repeat(x, query):
 
 
 def simulate_cudnn(monkeypatch):
-    monkeypatch.setattr(compat, "cudnn_attention_forward", fake_cudnn_forward)
-    monkeypatch.setattr(compat, "cudnn_attention_backward", fake_cudnn_backward)
+    monkeypatch.setattr(compat.kernels, "cudnn_attention_forward", fake_cudnn_forward)
+    monkeypatch.setattr(compat.kernels, "cudnn_attention_backward", fake_cudnn_backward)
 
 
 def interpret_splash(monkeypatch):
     for name in ("splash_forward", "splash_backward"):
-        monkeypatch.setattr(compat, name, functools.partial(getattr(compat, name), interpret=True))
+        monkeypatch.setattr(compat.splash, name, functools.partial(getattr(compat.splash, name), interpret=True))
 
 
 def interpret_pallas(monkeypatch):

@@ -23,7 +23,7 @@ def quick_simulation():
 
     JAX compiles it for each thread of each launch, and copies each array to a device before it reads it.
     """
-    if compat.mosaic_gpu_reason():
+    if compat.kernels.mosaic_gpu_reason():
         yield
         return
     from jax._src import callback

@@ -71,7 +71,7 @@ ODD = {"rows": 1333, "groups": 5, "matrix": (264, 328)}
 
 def interpret_megablox(monkeypatch):
     for name in ("megablox_product", "megablox_weights_gradient"):
-        monkeypatch.setattr(compat, name, functools.partial(getattr(compat, name), interpret=True))
+        monkeypatch.setattr(compat.kernels, name, functools.partial(getattr(compat.kernels, name), interpret=True))
 
 
 SUBJECT = Subject(

@@ -80,7 +80,7 @@ def in_use(sequences, tokens, pages, *, page=(16, 8, 2, 128), heads=32, **option
 
 
 def simulate_hopper(monkeypatch):
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     from jax.experimental.pallas import mosaic_gpu
 

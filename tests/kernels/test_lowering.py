@@ -76,12 +76,12 @@ def targeted(platform):
     """Return a context for lowering kernels that ask for their device."""
     if platform == "cuda":
         return Target.named("nvidia_h200").entered()
-    return compat.abstract_device("tpu", "TPU v5", 1) if platform == "tpu" else contextlib.nullcontext()
+    return compat.executables.abstract_device("tpu", "TPU v5", 1) if platform == "tpu" else contextlib.nullcontext()
 
 
 @pytest.mark.parametrize("row", HOPPER.values(), ids=str)
 def test_every_hopper_kernel_runs_a_call_of_odd_sizes(row):
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     assert any(runs(row, "cuda", row.backend.dtypes[0], name) for name in row.subject.odd)
 

@@ -27,7 +27,7 @@ def tool(name):
 
 def printed_for(script, *arguments):
     """Return the compiler's report for each kernel that a script compiles, by name; skip if a tool is missing."""
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     if importlib.util.find_spec("jax_cuda13_plugin") is None or tool("ptxas") is None:
         pytest.skip("needs jax-cuda13-plugin, jax-cuda13-pjrt, nvidia-cuda-nvcc and nvidia-nvvm")

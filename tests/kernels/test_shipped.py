@@ -50,7 +50,7 @@ def test_an_entry_runs_on_its_device_and_on_a_sister(found):
     for device in DEVICES:
         inv = dataclasses.replace(own, device=device)
         reason = inv.kernel.why_not(inv, config)
-        if config.implementation in ("mosaic_gpu", "jax_mgpu") and compat.mosaic_gpu_reason() is not None:
+        if config.implementation in ("mosaic_gpu", "jax_mgpu") and compat.kernels.mosaic_gpu_reason() is not None:
             pytest.skip(reason)
         assert reason == ""
         measured = inv.key._replace(device=sister_of(device) or device)

@@ -55,7 +55,7 @@ def test_results_vary_like_arguments(row, platform, backward, varying):
             own = dataclasses.replace(call, backward=True)
             given = tuple(map(jnp.ones_like, jax.tree.leaves(out)))
             results = implementation.backward(own, residuals, out, given, *args, params=implementation.heuristic(own))
-        found.extend(compat.varying_axes(x) for x in jax.tree.leaves(results))
+        found.extend(compat.tracing.varying_axes(x) for x in jax.tree.leaves(results))
         return shards
 
     stacked = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in leaves[:count]]

@@ -42,7 +42,7 @@ def test_the_result_of_an_empty_call_varies_like_its_arguments(name):
     found = []
 
     def local(x):
-        found.append(compat.varying_axes(function(x[0])))
+        found.append(compat.tracing.varying_axes(function(x[0])))
         return x
 
     in_shards(local, jnp.ones((2, *shape)))

@@ -59,7 +59,7 @@ def sharding(request):
 
 def used_memory(function, *args):
     """Return the bytes of vector memory of each kernel in a program compiled for a TPU."""
-    found = compat.vector_memory(jax.jit(function).lower(*args).compile().as_text())
+    found = compat.executables.vector_memory(jax.jit(function).lower(*args).compile().as_text())
     assert found, "the program has no kernel"
     return found
 
@@ -338,7 +338,7 @@ def test_ragged_paged_attention_compiles_within_the_estimate(sharding, case):
     args = (like(*call.q, **own), like(*call.pages, **own), like(*call.table), like(sequences + 1), like(sequences))
     (device,) = sharding.device_set
     for params in sampled(implementation, call, case):
-        with compat.abstract_device("tpu", device.device_kind, 1):
+        with compat.executables.abstract_device("tpu", device.device_kind, 1):
             used = used_memory(
                 lambda *args, params=params: implementation.forward(call, *args, *[None] * 4, params=params)[0], *args
             )

@@ -270,7 +270,7 @@ def _leave_devices_alone() -> None:
     if click.get_current_context().obj.is_ours:
         from ejkernel import compat
 
-        compat.leave_devices_alone()
+        compat.settings.leave_devices_alone()
 
 
 def _prepare_for(device: str) -> None:

@@ -43,7 +43,7 @@ from ejkernel.ops.config.staleness import (
     space_digest,
     text_of_differences,
 )
-from ejkernel.ops.core.declared_names import note_config_types
+from ejkernel.ops.core.declared_names import config_type_of
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import kernel_of
@@ -222,9 +222,8 @@ def _staleness(entry: StoredEntry, call_of: CallOf | None) -> dict[str, Any]:
         return {"stale": differences(entry), "unknown": unknown}
     kernel, fails = kernel_of(inv), ""
     changed: tuple[Difference, ...] = ()
-    note_config_types(inv, kernel)
     try:
-        config = decoded(entry, kernel.config_type)
+        config = decoded(entry, config_type_of(inv, kernel))
     except UnusableError as error:
         fails = str(error)
     else:

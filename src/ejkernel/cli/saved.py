@@ -17,7 +17,7 @@ from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.policy import Action
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.config.staleness import differences, space_digest, standing
-from ejkernel.ops.core.declared_names import note_config_types
+from ejkernel.ops.core.declared_names import config_type_of
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import kernel_of
 from ejkernel.ops.utils.error_text import printable
@@ -45,8 +45,7 @@ class SavedCalls:
     def in_force(self, inv: Invocation[Any, Any]) -> tuple[Any, StoredEntry] | None:
         """Return the saved configuration that a call uses, with its entry."""
         kernel = kernel_of(inv)
-        note_config_types(inv, kernel)
-        for config, entry in self._cache.on_disk().found(inv.key, kernel.config_type):
+        for config, entry in self._cache.on_disk().found(inv.key, config_type_of(inv, kernel)):
             if standing(self.chain.policy.stale, entry, kernel, inv)[0] == "use":
                 return None if why_not_run(kernel, inv, config) else (config, entry)
         return None
@@ -127,8 +126,7 @@ class SavedCalls:
         An entry that could not be written is none: it ends with this process.
         """
         kernel = kernel_of(inv)
-        note_config_types(inv, kernel)
-        for config, entry in self._cache.on_disk().found(inv.key, kernel.config_type):
+        for config, entry in self._cache.on_disk().found(inv.key, config_type_of(inv, kernel)):
             fails = why_not_run(kernel, inv, config)
             yield entry, "refuse" if fails else standing(self.chain.policy.stale, entry, kernel, inv)[0]
 

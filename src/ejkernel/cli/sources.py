@@ -189,7 +189,7 @@ def find_in_worker(source: Source, mesh_devices: int | None = None) -> Found:
 
 
 def _find_for_mesh(source: Source, count: int) -> Found:
-    compat.have_cpu_devices(count)
+    compat.settings.have_cpu_devices(count)
     return find_sendable(source)
 
 

@@ -19,10 +19,10 @@ from ejkernel.compat.programs import (
     is_partitioned,
     lower_each_platform,
     lower_function,
-    lowering,
+    program_under_way,
     register_lowering,
 )
-from ejkernel.compat.settings import jit_disabled, looks_for_nans
+from ejkernel.compat.settings import avoids_jit
 from ejkernel.compat.tracing import Primitive, register_batching, trace_context, traced
 
 _config: Any = config
@@ -55,7 +55,7 @@ def on_hopper_or_plain(forms: Alternatives, *arrays: jax.Array) -> list[jax.Arra
 
 
 def _impl(*arrays: jax.Array, forms: Alternatives) -> Sequence[jax.Array]:
-    if jit_disabled() or looks_for_nans():  # a jitted function would call this function forever
+    if avoids_jit():  # a jitted function would call this function forever
         return forms.plain(*arrays)
     found: Sequence[jax.Array] = _jitted(forms)(*arrays)
     return found
@@ -80,7 +80,7 @@ def _lower(ctx: Any, *values: Any, forms: Alternatives) -> Any:
     platforms = tuple(ctx.module_context.platforms)
     if len(platforms) > 1:
         return lower_each_platform(ctx, functools.partial(_lower, forms=forms), *values)
-    with lowering(ctx):
+    with program_under_way(ctx):
         if platforms != ("cuda",) or is_partitioned() or is_exporting(ctx) or not _is_for_hopper():
             return lower_function(ctx, forms.plain, *values)
     # The kernel's types have neither shardings nor varying axes.

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.compat.settings import chosen_device
+from ejkernel.compat.settings import config
 
 _SCOPE = re.compile(r'"scoped_memory_configs":\[.*?"offset":"(\d+)"')
 _USED = re.compile(r'"used_scoped_memory_configs":\[.*?"size":"(\d+)"')
@@ -134,7 +134,7 @@ def loaded(payload: bytes, *, inputs: int, outputs: int) -> Any:
 
     in_tree = jax.tree.structure(((0,) * inputs, {}))
     out_tree = jax.tree.structure((0,) * outputs)
-    device = chosen_device()
+    device = config.jax_default_device
     devices = [device] if isinstance(device, jax.Device) else jax.local_devices(backend=device)[:1]
     return deserialize_and_load(payload, in_tree, out_tree, execution_devices=devices)
 

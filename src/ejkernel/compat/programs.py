@@ -19,7 +19,7 @@ from jax.interpreters import mlir
 
 import ejkernel
 from ejkernel.compat.processes import Span, span_of_context
-from ejkernel.compat.tracing import evaluate, opened
+from ejkernel.compat.tracing import evaluate
 
 _mlir: Any = private_mlir
 _ir: Any = _mlir.ir
@@ -76,28 +76,24 @@ _target: contextvars.ContextVar[_Target] = contextvars.ContextVar("target", defa
 
 
 @contextlib.contextmanager
-def _entered(target: _Target) -> Iterator[None]:
+def program_under_way(ctx: Any = None, answers: Answers | None = None) -> Iterator[None]:
+    """Make the target of the program under way available to the functions below, inside a `with` block.
+
+    Args:
+        ctx: The context of a lowering rule; `None` while a call is traced, whose target is not known yet.
+        answers: Collects the answers of the functions below; a trace that used them is valid only where they are the
+            same.
+    """
+    target = _Target(answers=answers)
+    if ctx is not None:
+        module, context = ctx.module_context, ctx.module_context.axis_context
+        span = None if jax.process_count() == 1 else span_of_context(context, _spreads(context))
+        target = _Target(tuple(module.platforms), context, module.backend, span, answers)
     token = _target.set(target)
     try:
         yield
     finally:
         _target.reset(token)
-
-
-def lowering(ctx: Any) -> contextlib.AbstractContextManager[None]:
-    """Make the target of the program under way available to the functions below."""
-    module = ctx.module_context
-    context = module.axis_context
-    span = None if jax.process_count() == 1 else span_of_context(context, _spreads(context))
-    return _entered(_Target(tuple(module.platforms), context, module.backend, span))
-
-
-def not_lowering(answers: Answers | None = None) -> contextlib.AbstractContextManager[None]:
-    """Hide the target of the program under way from the functions below, and collect their answers in `answers`.
-
-    A trace that used them is valid only where they are the same.
-    """
-    return _entered(_Target(answers=answers))
 
 
 def program_span() -> Span | None:
@@ -228,7 +224,7 @@ def _answered(question: Callable[[], T], answer: T) -> T:
 
 def lower_jaxpr(ctx: Any, jaxpr: Any, scope: str, *values: Any) -> Sequence[Any]:
     """Lower a closed jaxpr in place of a primitive, as part of the function around it, in a named scope."""
-    inner = opened(jaxpr)
+    inner = jaxpr.jaxpr
     if getattr(inner, "is_high", False):  # it has high-level operations, which JAX decomposes while tracing
         return list(lower_function(ctx, jax.named_scope(scope)(lambda *arrays: evaluate(jaxpr, arrays)), *values))
     consts = _mlir.ir_consts(jaxpr.consts, [var.aval for var in inner.constvars])

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 # The type stubs of `jax.config` lack its options.
-_config: Any = jax.config
+config: Any = jax.config
 
 
 class Numerics(NamedTuple):
@@ -32,7 +32,7 @@ _numerics = operator.attrgetter(*(f"jax_{name}" for name in Numerics._fields))
 
 def numerics_in_force() -> Numerics:
     """Return this thread's settings."""
-    return Numerics(*_numerics(_config))
+    return Numerics(*_numerics(config))
 
 
 @contextlib.contextmanager
@@ -49,40 +49,30 @@ def numerics(wanted: Numerics) -> Iterator[None]:
         yield
 
 
-def jit_disabled() -> bool:
-    """Return whether `jax.disable_jit` is in force."""
-    return bool(_config.jax_disable_jit)
-
-
-def looks_for_nans() -> bool:
-    """Return whether JAX checks results for NaN or infinity, and reruns a program with some op by op."""
-    return bool(_config.jax_debug_nans or _config.jax_debug_infs)
-
-
-def chosen_device() -> Any:
-    """Return the device or platform name that `jax.default_device` chose, or `None`."""
-    return _config.jax_default_device
+def avoids_jit() -> bool:
+    """Return whether JAX runs op by op: under `jax.disable_jit`, or to find the source of NaN or infinity."""
+    return bool(config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs)
 
 
 def have_cpu_devices(count: int) -> None:
     """Give this process `count` CPU devices and no others; call it before JAX initialises a backend."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", count)
+    config.update("jax_platforms", "cpu")
+    config.update("jax_num_cpu_devices", count)
 
 
 def leave_devices_alone() -> None:
     """Restrict JAX to the CPU in this process; call it before JAX initialises a backend."""
-    jax.config.update("jax_platforms", "cpu")
+    config.update("jax_platforms", "cpu")
 
 
 def forget_compilations() -> None:
     """Disable JAX's persistent compilation cache in this process."""
-    jax.config.update("jax_enable_compilation_cache", False)
+    config.update("jax_enable_compilation_cache", False)
 
 
 def process_settings() -> dict[str, Any]:
     """Return the process-wide values of all options of `jax.config`, without the overrides of this thread."""
-    holders = _config._value_holders
+    holders = config._value_holders
     return {name: _of_process(holder) for name, holder in holders.items()}
 
 
@@ -91,7 +81,7 @@ def put_back(settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     now = process_settings()
     changed = {name: (value, now[name]) for name, value in settings.items() if name in now and now[name] != value}
     for name, (value, _) in changed.items():
-        _config.update(name, value)
+        config.update(name, value)
     return changed
 
 

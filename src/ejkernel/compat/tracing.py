@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -27,6 +26,8 @@ _config: Any = jax_config
 _effects: Any = effects
 _state_types: Any = state_types
 _HAS_CONSTS = hasattr(_core.Jaxpr, "with_consts")  # there is one class of jaxprs, instead of one with constants
+# for each function of flat arrays: inspecting a function takes as long as tracing it
+_DEBUG_INFO: Any = _api_util.debug_info("ejkernel_call", lambda *arrays: arrays, (), {})
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 make_user_context: Any = jax.make_user_context
 outside_traces: Callable[[], bool] = core.trace_state_clean
@@ -45,20 +46,9 @@ def traced(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
         else aval
         for aval in avals
     ]
-    wrapped = _linear_util.wrap_init(function, debug_info=_described(len(avals)))
+    wrapped = _linear_util.wrap_init(function, debug_info=_DEBUG_INFO)
     jaxpr, _, consts = _partial_eval.trace_to_jaxpr_dynamic(wrapped, known)
     return jaxpr.with_consts(consts) if _HAS_CONSTS else _core.ClosedJaxpr(jaxpr, consts)
-
-
-@functools.lru_cache(maxsize=64)
-def _described(count: int) -> Any:
-    """Return debug info for a function of flat arrays; inspecting each function would take as long as tracing it."""
-    return _api_util.debug_info("ejkernel_call", lambda *arrays: arrays, (None,) * count, {})
-
-
-def opened(jaxpr: Any) -> Any:
-    """Return the jaxpr without its constants, for JAX functions that take the two separately."""
-    return jaxpr if _HAS_CONSTS else jaxpr.jaxpr
 
 
 def trace_context() -> Any:
@@ -184,7 +174,7 @@ def evaluate(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
 
 def evaluate_without_arguments(jaxpr: Any, wanted: Sequence[bool]) -> list[Any]:
     """Compute and return only the wanted results of a closed jaxpr, which must depend on no argument."""
-    inner = opened(jaxpr)
+    inner = jaxpr.jaxpr
     # `dce_jaxpr` needs a name for each argument, and `traced` gives none
     names = inner.debug_info._replace(arg_names=("",) * len(inner.invars))
     # the other results may depend on arguments, and no arguments are given

@@ -21,7 +21,7 @@ def unify_varying(tree: Tree) -> Tree:
     Under `shard_map` an array's type includes the axes over which it varies, and a loop's carry must keep its type.
     """
     leaves, structure = jax.tree.flatten(tree)
-    varying = [compat.varying_axes(x) for x in leaves]
+    varying = [compat.tracing.varying_axes(x) for x in leaves]
     every = frozenset[str]().union(*varying)
     if every:
         missing = [tuple(sorted(every - own)) for own in varying]

@@ -162,7 +162,7 @@ def usual_of(call: OperationCall) -> int:
     return limit_of(call, surely=True) * _UNTUNED // 32
 
 
-def memory_to_pass(need: Need, arrays: Iterable[Any]) -> compat.KernelMemory:
+def memory_to_pass(need: Need, arrays: Iterable[Any]) -> compat.launches.KernelMemory:
     """Return the limit on vector memory for a kernel, and whether its arrays are in HBM.
 
     The limit is twice the estimate, because the estimate may be too low. The compiler accepts a limit above the chip's
@@ -177,7 +177,7 @@ def memory_to_pass(need: Need, arrays: Iterable[Any]) -> compat.KernelMemory:
         arrays: The largest operands.
     """
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
-    return compat.KernelMemory(max(USUAL_LIMIT, 2 * need.most), in_hbm=size >= _LONG)
+    return compat.launches.KernelMemory(max(USUAL_LIMIT, 2 * need.most), in_hbm=size >= _LONG)
 
 
 def larger(*needs: Need) -> Need:

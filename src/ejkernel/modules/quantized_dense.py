@@ -231,7 +231,7 @@ class _Type:
 
     def of_gradient(self, gradient: jax.Array) -> jax.Array:
         """Return the gradient in the array's type."""
-        found: jax.Array = compat.as_gradient_of(self.aval, gradient)
+        found: jax.Array = compat.partitioning.as_gradient_of(self.aval, gradient)
         return found
 
 
@@ -417,14 +417,14 @@ def _turned(array: Quantized) -> Quantized:
 def _largest(x: jax.Array, history: jax.Array) -> jax.Array:
     """Return the largest magnitude, over all devices of a `shard_map` that share the history."""
     found: jax.Array = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
-    axes = compat.varying_axes(found) - compat.varying_axes(history)
+    axes = compat.tracing.varying_axes(found) - compat.tracing.varying_axes(history)
     return jax.lax.pmax(found, tuple(sorted(axes))) if axes else found
 
 
 def _by_history(x: jax.Array, history: jax.Array, dtype: str) -> Quantized:
     """Return `x` scaled by the largest magnitude of its history; by its own if the history is empty."""
     known = jnp.max(history)
-    largest = jax.lax.cond(known > 0, lambda: known, lambda: compat.match_varying(known, _largest(x, history)))
+    largest = jax.lax.cond(known > 0, lambda: known, lambda: compat.tracing.match_varying(known, _largest(x, history)))
     return quantize_by(x, largest, dtype)
 
 

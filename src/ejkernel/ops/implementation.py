@@ -247,9 +247,7 @@ class Implementations(Mapping[str, Implementation[Any]]):
             UnsupportedError: Its module cannot be imported here.
         """
         if name not in self._declared:
-            raise ArgumentError(
-                f"implementation must be one of {self.names}; got {name!r}{did_you_mean(name, self, _CLOSE)}"
-            )
+            raise ArgumentError(self.unknown(name))
         if name in self._loaded:
             return self._loaded[name]
         found: Any = self._declared[name]
@@ -276,6 +274,10 @@ class Implementations(Mapping[str, Implementation[Any]]):
     def names(self) -> str:
         """All names, for messages."""
         return ", ".join(self._declared)
+
+    def unknown(self, name: object) -> str:
+        """Return the message about an unknown name."""
+        return f"implementation must be one of {self.names}; got {name!r}{did_you_mean(name, self, _CLOSE)}"
 
     def platforms(self, name: str) -> tuple[str, ...]:
         """Return the platforms of an implementation; empty for all."""
@@ -370,10 +372,7 @@ class OperationConfig(NamedFields, Shown):
 
     def __post_init__(self) -> None:
         if self.implementation not in self.implementations:
-            raise ConfigError(
-                f"implementation must be one of {self.implementations.names}; got {self.implementation!r}"
-                f"{did_you_mean(self.implementation, self.implementations, _CLOSE)}"
-            )
+            raise ConfigError(self.implementations.unknown(self.implementation))
         for name, params in (("fwd", self.fwd), ("bwd", self.bwd)):
             if params is None:
                 continue

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import jax
@@ -33,10 +34,6 @@ class Selected(NamedTuple):
     implementation: Implementation[Any]
     call: Any
     params: Any
-
-    def compute(self, method: str, given: Sequence[Any]) -> Any:
-        """Call `output`, `forward` or `backward` of the implementation."""
-        return getattr(self.implementation, method)(self.call, *given, params=self.params)
 
 
 _owners: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()  # configuration types to operation names
@@ -121,17 +118,22 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
     def call_of(self, inv: Invocation[OpCfg, Out]) -> CallT:
         """Return the description of the call `inv`."""
-        described = self.describe(*inv.args, **_without_request(inv.kwargs))
-        return dataclasses.replace(
-            described,
+        return self._described(
+            inv.args,
+            inv.kwargs,
             platform=inv.platform,
             device_fingerprint=inv.device_fingerprint,
             backward=inv.direction == "bwd",
             higher=inv.direction == "jvp" or inv.op_id.removeprefix(self.op_id).count(".") > 1,
-            partitioned=compat.is_split_by_xla(),
+            partitioned=compat.programs.is_split_by_xla(),
             examples=math.prod(inv.batch_sizes),
             default_precision=inv.precision,
         )
+
+    def _described(self, args: tuple[Any, ...], options: Mapping[str, Any], **fields: Any) -> CallT:
+        """Return the description of a call; `fields` are those of `OperationCall` itself."""
+        own = {name: value for name, value in options.items() if name != "implementation"}
+        return dataclasses.replace(self.describe(*args, **own), **fields)
 
     def able(self, inv: Invocation[OpCfg, Out]) -> list[str]:
         """Return the names of the implementations that can run the call, in order of preference.
@@ -199,8 +201,8 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             return dict.fromkeys(self.implementations, "")
         args, options = self.typical_call()
         args, options = self.prepare(*args, **options)
-        call = self.describe(*args, **_without_request(options))
-        return self.reasons(dataclasses.replace(call, platform=device.partition(":")[0], device_fingerprint=device))
+        platform = device.partition(":")[0]
+        return self.reasons(self._described(args, options, platform=platform, device_fingerprint=device))
 
     def heuristic_cfg(self, inv: Invocation[OpCfg, Out]) -> OpCfg:
         """Return the preferred implementation for the call, with the parameters of its heuristic."""
@@ -364,7 +366,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             ConfigError: `cfg` contradicts the argument `implementation`, or its parameters are invalid for this call.
             UnsupportedError: The implementation does not run this call.
         """
-        call = dataclasses.replace(self.describe(*args, **_without_request(options)), backward=backward)
+        call = self._described(args, options, backward=backward)
         considered = self._considered(options, call)
         if considered is not None and cfg.implementation not in considered:
             raise ConfigError(
@@ -374,7 +376,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         chosen, params = self.implementations[cfg.implementation], _params_of(cfg, call)
         if not chosen.runs_everywhere(call) or params is None or (backward and not chosen.has_backward()):
             # Query the platform only if it matters: a trace that depends on it is repeated once the platform is known.
-            call = dataclasses.replace(call, **_lowered_place(), partitioned=compat.is_split_by_xla())
+            call = dataclasses.replace(call, **_lowered_place(), partitioned=compat.programs.is_split_by_xla())
             reason = self.implementations.unsupported(chosen.name, call)
             if reason is not None:
                 chosen, params = self._fallback(chosen, reason, call, self._considered(options, call)), None
@@ -394,10 +396,10 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         Raises:
             UnsupportedError: No implementation, or none of those that the caller requested, runs the call.
         """
-        call = dataclasses.replace(self.describe(*args, **_without_request(options)), backward=backward)
+        call = self._described(args, options, backward=backward)
         chosen, params = self.implementations[cfg.implementation], _params_of(cfg, call)
         if not chosen.runs_everywhere(call):
-            call = dataclasses.replace(call, **_lowered_place(), partitioned=compat.is_split_by_xla())
+            call = dataclasses.replace(call, **_lowered_place(), partitioned=compat.programs.is_split_by_xla())
         if self.implementations.unsupported(chosen.name, call) is None:
             if params is None or chosen.doubt(call, params) is None:
                 return cfg
@@ -423,22 +425,24 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
     def _differentiable(self, method: str, selected: Selected, given: tuple[Any, ...]) -> Any:
         """Return the result of a method of the selected implementation, with tangents of another one if necessary."""
-        other = None if selected.implementation.differentiable else self._differentiable_alternative(selected)
+        implementation, call, params = selected
+        own = functools.partial(getattr(implementation, method), call, params=params)
+        other = None if implementation.differentiable else self._differentiable_alternative(method, selected)
         if other is None:
-            return selected.compute(method, given)
+            return own(*given)
 
         leaves, tree = jax.tree.flatten(given)
         arrays = [leaf for leaf in leaves if is_array(leaf)]
 
-        def compute(selected: Selected, arrays: tuple[Any, ...]) -> Any:
+        def compute(function: Callable[..., Any], arrays: tuple[Any, ...]) -> Any:
             remaining = iter(arrays)
             filled = [next(remaining) if is_array(leaf) else leaf for leaf in leaves]
-            return selected.compute(method, jax.tree.unflatten(tree, filled))
+            return function(*jax.tree.unflatten(tree, filled))
 
         # A rule for tangents instead of gradients, so that both modes and higher derivatives work.
         @jax.custom_jvp
         def computed(*arrays: Any) -> Any:
-            return compute(selected, arrays)
+            return compute(own, arrays)
 
         @computed.defjvp
         def _tangents(primals: Any, tangents: Any) -> Any:
@@ -446,19 +450,17 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
         return computed(*arrays)
 
-    def _differentiable_alternative(self, selected: Selected) -> Selected | None:
+    def _differentiable_alternative(self, method: str, selected: Selected) -> Callable[..., Any] | None:
+        """Return the method of a differentiable implementation that computes the same; `None` without one."""
         for name in self.implementations:
             # Only implementations for all platforms, because the platform may be unknown here.
             if self.implementations.platforms(name) or not self.implementations[name].differentiable:
                 continue
             other, reason = self.implementations[name], self.implementations.unsupported(name, selected.call)
             if other.residuals == selected.implementation.residuals and reason is None:
-                return Selected(other, selected.call, other.heuristic(selected.call))
+                params = other.heuristic(selected.call)
+                return functools.partial(getattr(other, method), selected.call, params=params)
         return None
-
-
-def _without_request(options: Mapping[str, object]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "implementation"}
 
 
 def _params_of(config: OperationConfig, call: Any) -> Any:
@@ -478,7 +480,7 @@ def _valid_params(implementation: Implementation[Any], call: Any) -> Collection[
 
 def _lowered_place() -> dict[str, Any]:
     """Return the known fields of the target device, if the program is being lowered."""
-    platform = compat.lowered_platform()
+    platform = compat.programs.lowered_platform()
     if platform is None:
         return {"platform": None}
     # The model of an NVIDIA GPU may be unknown here. Kernels for TPUs choose by the chip's memory.

@@ -16,7 +16,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.utils.validation import check_argument
-from ejkernel.ops.utils.weak_caches import MOST_RECORDS, Bounded
+from ejkernel.ops.utils.weak_caches import Records
 
 
 class Recorded(tuple[Kernel[Any, Any], tuple[Any, ...], dict[str, Any]]):
@@ -34,7 +34,7 @@ class Recorded(tuple[Kernel[Any, Any], tuple[Any, ...], dict[str, Any]]):
 Invocations = dict[str, dict[str, dict[str, Recorded]]]
 
 _invocations: Invocations = {}
-_missed: Bounded[tuple[weakref.ref[Kernel[Any, Any]], Invocation[Any, Any]]] = Bounded(MOST_RECORDS)
+_missed = Records[tuple[weakref.ref[Kernel[Any, Any]], Invocation[Any, Any]]]()
 _collectors: dict[int, list[Invocation[Any, Any]]] = {}
 _tokens = itertools.count(1)
 _unused: list[int] = []  # tokens under which no call was lowered

@@ -19,7 +19,7 @@ from ejkernel import compat
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, hook, run_forms
+from ejkernel.ops.core.kernel import Kernel, heuristic_config, run_forms
 from ejkernel.ops.core.transformations.nodes import Choice, Flat
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import EjkernelError
@@ -59,7 +59,7 @@ def weak_type_row(numbers: Numbers, config: object, want: Results) -> CheckRow |
         return None
 
     def weakly(*given: Any) -> Sequence[Any]:
-        return run(*[compat.weakly_typed(array) if array.dtype in default else array for array in given])
+        return run(*[compat.tracing.weakly_typed(array) if array.dtype in default else array for array in given])
 
     def found() -> Sequence[Any]:
         outs: Sequence[Any] = compiled(weakly, *arrays)(*arrays)
@@ -94,7 +94,7 @@ class _Named:
         """Return the configuration for `inv`."""
         if inv.platform == self._platform and inv.direction == "fwd":
             return self._config
-        return hook(kernel, "heuristic_cfg", inv.platform)(inv)
+        return heuristic_config(kernel, inv)
 
 
 class _Noting:
@@ -106,7 +106,7 @@ class _Noting:
     def choose(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Any:
         """Return the configuration for `inv`."""
         self.calls.append(inv)
-        return hook(kernel, "heuristic_cfg", inv.platform)(inv)
+        return heuristic_config(kernel, inv)
 
 
 def backward_call(numbers: Numbers) -> Invocation[Any, Any] | None:
@@ -140,7 +140,7 @@ def platform_rows(
         errors = [_lowering_error(subject, platform, config) for config in configs[: None if claims else 1]]
         for config, failure in zip(configs, errors, strict=False):
             # It is not the kernel's fault if jaxlib lacks something here, such as the platform's compiler.
-            skipped = failure is not None and (not claims or compat.lacks_lowering(failure))
+            skipped = failure is not None and (not claims or compat.programs.lacks_lowering(failure))
             yield row(check, config, failure or "", skipped=skipped)
         if claims and errors[0] is None and (other := subject.of_odd_sizes()) is not None:
             yield _odd_row(other, platform, f"{check}, odd sizes", configs_for)
@@ -161,7 +161,7 @@ def _odd_row(
         error = raised
     if error is None:
         return row(check, config)
-    if refusal(error) or compat.lacks_lowering(error):
+    if refusal(error) or compat.programs.lacks_lowering(error):
         return row(check, config, error, skipped=True)
     types = ", ".join(f"{like.dtype}{list(like.shape)}" for like in subject.types)
     return row(check, config, f"{types}: {error_line(error)}. {HOW_TO_REFUSE}")
@@ -178,7 +178,7 @@ def _lowering_error(subject: Subject, platform: str, config: object) -> Exceptio
     run = _with_executor(subject, Executor(_Named(platform, config))).executed(None)
     with contextlib.nullcontext() if platform != "gpu" else Target.named(_TARGET).entered():
         try:
-            _lower(subject, run, compat.lowering_names(platform))
+            _lower(subject, run, compat.programs.lowering_names(platform))
         except Exception as error:  # noqa: BLE001 - the row has the reason
             return error
     return None

@@ -110,7 +110,7 @@ def _true_and_slack(
     slack: list[Any] = []
     for index, (out, size) in enumerate(zip(true.outs, usual, strict=True)):
         if is_inexact(out):
-            units = float(compat.finfo(out.dtype).eps)
+            units = float(compat.tracing.finfo(out.dtype).eps)
             apart = _furthest([other.outs[index] for other in moved], out)
             # After cancellation, the error of a result is of the size of rounding errors of its terms.
             slack.append(_MARGIN * (np.nan_to_num(apart, nan=np.inf) + units * size))
@@ -134,7 +134,7 @@ def _furthest(moved: Sequence[Any], true: Any) -> Any:
 def _rounded(array: Any, rng: np.random.Generator) -> Any:
     """Return the array with each element changed by up to `_ROUNDED` units in the last place (16-bit dtypes: one)."""
     units = 1 if array.dtype.itemsize == _HALF else _ROUNDED
-    by = 1 + units * float(compat.finfo(array.dtype).eps) * rng.uniform(-1, 1, array.shape)
+    by = 1 + units * float(compat.tracing.finfo(array.dtype).eps) * rng.uniform(-1, 1, array.shape)
     return jnp.asarray(wide(array) * by, array.dtype)
 
 
@@ -150,7 +150,9 @@ def _size(out: Any) -> float:
 def _has_headroom(true: Results) -> bool:
     """Return whether all results are finite, and far below the largest number of their dtype."""
     # A comparison with NaN is never true.
-    return all(np.abs(wide(array)).max() < float(compat.finfo(array.dtype).max) / _HEADROOM for array in _every(true))
+    return all(
+        np.abs(wide(array)).max() < float(compat.tracing.finfo(array.dtype).max) / _HEADROOM for array in _every(true)
+    )
 
 
 def _value_row(
@@ -184,10 +186,10 @@ def _relative_error(got: Any, want: Any, slack: Any, relative: float) -> tuple[f
     mine, true = wide(got), wide(want)
     finite = np.isfinite(true)
     # Close to the largest number, a different order of summation may overflow.
-    near = np.abs(np.where(finite, true, 0)) > float(compat.finfo(want.dtype).max) / _HEADROOM
+    near = np.abs(np.where(finite, true, 0)) > float(compat.tracing.finfo(want.dtype).max) / _HEADROOM
     with np.errstate(all="ignore"):
         allowed = relative * (np.abs(true) + _size(want)) + slack
-        share = np.abs(mine - true) / np.maximum(allowed, float(compat.finfo(want.dtype).tiny))
+        share = np.abs(mine - true) / np.maximum(allowed, float(compat.tracing.finfo(want.dtype).tiny))
     share = np.where(np.isfinite(mine), np.nan_to_num(share, nan=0.0), np.inf)
     share = np.where(finite & ~near, share, 0.0)
     return float(share.max()), int(share.argmax())

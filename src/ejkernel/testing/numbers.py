@@ -394,7 +394,7 @@ class Numbers:
 
     @property
     def _why_no_batches(self) -> str:
-        kinds = [compat.key_implementation(like.dtype) for like in self.subject.types if _is_key(like)]
+        kinds = [compat.tracing.key_implementation(like.dtype) for like in self.subject.types if _is_key(like)]
         if any(kind in ("rbg", "unsafe_rbg") for kind in kinds):
             return "under vmap, random keys of this kind give different numbers than one by one"
         return "" if self.subject.types else "no array to batch"
@@ -410,7 +410,7 @@ class Numbers:
 
 
 def _is_key(array: Any) -> bool:
-    return bool(compat.dtypes.issubdtype(array.dtype, compat.dtypes.prng_key))
+    return bool(compat.tracing.dtypes.issubdtype(array.dtype, compat.tracing.dtypes.prng_key))
 
 
 def _copied(array: Any) -> Any:
@@ -421,4 +421,4 @@ def _copied(array: Any) -> Any:
 def _restored(kept: Any, like: Any) -> Any:
     if not _is_key(like):
         return jnp.array(kept)
-    return jax.random.wrap_key_data(jnp.array(kept), impl=compat.key_implementation(like.dtype))
+    return jax.random.wrap_key_data(jnp.array(kept), impl=compat.tracing.key_implementation(like.dtype))

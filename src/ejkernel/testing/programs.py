@@ -206,7 +206,9 @@ jax.tree_util.register_dataclass(Results, ["outs", "gradients"], [])
 
 def compiled(function: Callable[..., Any], *inputs: object) -> Callable[..., Any]:
     """Return the function compiled for inputs of these types, with short compile time and few optimisations."""
-    program: Callable[..., Any] = compat.compiled_to_be_checked(jax.jit(function).lower(*inputs), jax.default_backend())
+    program: Callable[..., Any] = compat.executables.compiled_to_be_checked(
+        jax.jit(function).lower(*inputs), jax.default_backend()
+    )
     return program
 
 

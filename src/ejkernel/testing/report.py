@@ -214,7 +214,7 @@ def _is_cancelled(got: Any, want: Any, largest: float) -> bool:
     """
     if got.shape != want.shape or not got.size or not jnp.issubdtype(got.dtype, jnp.floating):
         return False
-    single, own = (float(compat.finfo(dtype).eps) * _UNITS * largest for dtype in (np.float32, got.dtype))
+    single, own = (float(compat.tracing.finfo(dtype).eps) * _UNITS * largest for dtype in (np.float32, got.dtype))
     return _largest(want) <= single and _largest(got) <= max(own, single)
 
 

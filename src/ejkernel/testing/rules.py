@@ -14,8 +14,8 @@ import numpy as np
 
 from ejkernel.ops.autotuner.measure.correctness import Deviation
 from ejkernel.ops.core.callspec import array_names
-from ejkernel.ops.core.hooks import has_residual_form
-from ejkernel.ops.core.kernel import has_gradient_rule, hook, overrides
+from ejkernel.ops.core.hooks import form_of, has_residual_form
+from ejkernel.ops.core.kernel import has_gradient_rule, overrides
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, as_outputs, run_vjp
 from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.random_arrays import random_array
@@ -215,13 +215,15 @@ def _answer(
     choice = Choice(config=config, platform=platform, trees=trees)
     if overrides(kernel, "custom_vjp"):
         outs = Forward(spec).flat(choice)(*own)
-        rule = hook(kernel, "custom_vjp", platform, config)
+        rule = getattr(kernel, form_of(kernel, "custom_vjp", platform, config))
         # Call the rule directly, because its usual caller casts gradients to the arguments' dtypes.
         found: Sequence[Any] = rule(args, config, kwargs, _outputs(trees[0], outs, cotangents))
         return found
-    out, residuals = hook(kernel, "fwd_with_residuals", platform, config)(*args, cfg=config, **kwargs)
+    forms = (form_of(kernel, name, platform, config) for name in ("fwd_with_residuals", "vjp"))
+    forward, backward = (getattr(kernel, form) for form in forms)
+    out, residuals = forward(*args, cfg=config, **kwargs)
     given = _outputs(jax.tree.structure(out), jax.tree.leaves(out), cotangents)
-    gradients: Sequence[Any] = hook(kernel, "vjp", platform, config)(residuals, out, given, *args, cfg=config, **kwargs)
+    gradients: Sequence[Any] = backward(residuals, out, given, *args, cfg=config, **kwargs)
     return gradients
 
 

@@ -95,8 +95,8 @@ def fake_backward(operands, residuals, dout, *, lengths=None, **static):
 @pytest.fixture
 def simulated(monkeypatch):
     """Imitate cuDNN, anywhere: what is behind a length is undefined."""
-    monkeypatch.setattr(compat, "cudnn_attention_forward", fake_forward)
-    monkeypatch.setattr(compat, "cudnn_attention_backward", fake_backward)
+    monkeypatch.setattr(compat.kernels, "cudnn_attention_forward", fake_forward)
+    monkeypatch.setattr(compat.kernels, "cudnn_attention_backward", fake_backward)
 
 
 def compute(function, *args):

@@ -98,7 +98,7 @@ def test_the_derivatives_of_a_gradient_are_those_of_plain_jax():
 
 @pytest.mark.parametrize("name", ["mosaic_gpu", "cudnn"])
 def test_kernels_that_would_be_inexact_refuse_a_large_scale(name):
-    if name == "mosaic_gpu" and (reason := compat.mosaic_gpu_reason()):
+    if name == "mosaic_gpu" and (reason := compat.kernels.mosaic_gpu_reason()):
         pytest.skip(reason)
     shape = (1, 256, 2, 64)
     call = AttentionCall(query=shape, key=shape, value=shape, dtype="bfloat16", rules=Rules(scale=1e9))

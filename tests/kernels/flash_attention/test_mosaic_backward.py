@@ -61,7 +61,7 @@ Small = functools.partial(Case, batch=1, queries=128, keys=128, heads=1, groups=
 @pytest.fixture
 def mosaic():
     """The module of the kernels, where they can be imported."""
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     from ejkernel.kernels.flash_attention.mosaic_gpu import launch
 
@@ -522,14 +522,14 @@ def test_parts_of_equal_work_fill_the_last_round_of_blocks(queries, heads, parts
     ],
 )
 def test_refusal_names_the_argument_and_the_way_out(monkeypatch, changes, words):
-    monkeypatch.setattr(compat, "mosaic_gpu_reason", lambda: None)
+    monkeypatch.setattr(compat.kernels, "mosaic_gpu_reason", lambda: None)
     reason = unsupported_reason(dataclasses.replace(FINE, **changes))
     assert re.search(words, reason), reason
     assert re.search("'xla'|'cudnn'", reason)
 
 
 def test_what_the_environment_lacks_is_the_reason(monkeypatch):
-    monkeypatch.setattr(compat, "mosaic_gpu_reason", lambda: "no such thing here")
+    monkeypatch.setattr(compat.kernels, "mosaic_gpu_reason", lambda: "no such thing here")
     assert "no such thing here" in unsupported_reason(FINE)
 
 

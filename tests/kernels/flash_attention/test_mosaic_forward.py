@@ -47,7 +47,7 @@ by_reference = jax.jit(attention, static_argnums=1)
 @pytest.fixture
 def mosaic():
     """The module of the kernel, where it can be imported."""
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     from jax.experimental.pallas import mosaic_gpu
 
@@ -86,7 +86,7 @@ def simulated(mosaic, case, params, dtype="bfloat16", operands=None):
     run = functools.partial(forward, rules=case.rules, params=params, interpret=interpret)
     found = jax.block_until_ready(jax.jit(run)(operands))
     if not params.share_buffer:
-        assert not compat.simulated_races()
+        assert not compat.kernels.simulated_races()
     return found, by_reference(operands, case.rules)
 
 
@@ -412,13 +412,13 @@ FINE = described(Case(queries=512, keys=512, heads=4, groups=2, head_dim=128, va
     ],
 )
 def test_what_does_not_run_is_refused_with_a_reason(monkeypatch, change, reason):
-    monkeypatch.setattr(compat, "mosaic_gpu_reason", lambda: None)
+    monkeypatch.setattr(compat.kernels, "mosaic_gpu_reason", lambda: None)
     assert unsupported_reason(FINE) is None
     assert re.search(reason, unsupported_reason(dataclasses.replace(FINE, **change)) or "")
 
 
 def test_what_cannot_be_imported_is_refused_with_a_reason_after_the_device(monkeypatch):
-    monkeypatch.setattr(compat, "mosaic_gpu_reason", lambda: "it needs absl-py")
+    monkeypatch.setattr(compat.kernels, "mosaic_gpu_reason", lambda: "it needs absl-py")
     assert "it needs absl-py" in unsupported_reason(FINE)
     assert "needs a Hopper GPU" in unsupported_reason(dataclasses.replace(FINE, platform="cpu"))
 

@@ -83,7 +83,7 @@ def drawn(seed):
 
 @pytest.mark.parametrize("seed", [*range(FEW), *(pytest.param(i, marks=pytest.mark.whole) for i in range(FEW, 48))])
 def test_output_and_gradients_of_a_random_call(seed):
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     rules, operands = drawn(seed)
     call = describe(operands, rules, platform="gpu", fingerprint="gpu:nvidia_h200")

@@ -92,7 +92,7 @@ def on_devices(rules, operands, dout, **options):
     ids=["ring", "zig-zag", "gathered in zig-zag order", "gathered, full"],
 )
 def test_blocks_of_two_devices_give_output_and_gradients_of_the_whole(monkeypatch, order, segments, rules):
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     monkeypatch.setattr(context, "lax", EveryBranch())
     case = Case(queries=88, keys=88, head_dim=24, value_dim=24, segments=segments, rules=rules)

@@ -25,7 +25,7 @@ SMALL = Case(batch=2, queries=64, keys=64, heads=2, groups=1, head_dim=64, value
 @pytest.fixture(autouse=True)
 def mosaic():
     """Skip where the kernels cannot be imported."""
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
 
 

@@ -21,7 +21,7 @@ from ejkernel.kernels.flash_attention.common import arguments_of, describe
 @pytest.mark.parametrize("params", [FUSED, SPLIT], ids=["fused", "split"])
 def test_queries_past_the_lengths_have_no_gradient(params):
     """With a sink, their log-sum-exp is no longer that of a row without keys."""
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     case = Case(batch=2, queries=64, keys=64, heads=2, groups=1, head_dim=64, value_dim=64, rules=CAUSAL)
     operands = case.operands("bfloat16")

@@ -32,7 +32,7 @@ CASES = {
 @pytest.fixture
 def slices(monkeypatch):
     """Run slices in plain JAX, record them, and return the module."""
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     from ejkernel.kernels.flash_attention.mosaic_gpu import slices
 

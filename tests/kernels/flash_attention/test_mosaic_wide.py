@@ -27,7 +27,7 @@ UNFUSED = BackwardParams(form="unfused", kv_block=128, q_stages=3)
 @pytest.fixture(autouse=True)
 def mosaic():
     """Skip where the kernels cannot be imported."""
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
 
 

@@ -24,7 +24,7 @@ XLA, FORWARD, BACKWARD = Xla(), FwdParams(q_blocksize=None, kv_blocksize=None), 
 @pytest.fixture
 def gpu(monkeypatch):
     """Pretend to be on a GPU on which the scores of two examples fit in memory."""
-    monkeypatch.setattr(_xla_blocks.compat, "target_kind", lambda: "gpu")
+    monkeypatch.setattr(_xla_blocks.compat.programs, "target_kind", lambda: "gpu")
     monkeypatch.setattr(_xla_blocks, "_MOST_SCORES", 2 * 2 * 24 * 24)
 
 

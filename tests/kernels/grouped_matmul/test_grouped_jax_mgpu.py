@@ -32,7 +32,7 @@ CALL = GroupedMatmulCall(
 
 
 def test_a_product_is_right_for_hostile_sizes_with_garbage_behind_the_groups(monkeypatch):
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     from jax.experimental.pallas import mosaic_gpu
 
@@ -61,7 +61,7 @@ def test_a_product_is_right_for_hostile_sizes_with_garbage_behind_the_groups(mon
     ],
 )
 def test_calls_that_it_does_not_run_are_refused_with_the_reason(monkeypatch, changes, words):
-    monkeypatch.setattr(compat, "mosaic_gpu_reason", lambda: None)
+    monkeypatch.setattr(compat.kernels, "mosaic_gpu_reason", lambda: None)
     assert JaxMgpu().unsupported(CALL) is None
     assert re.search(words, JaxMgpu().unsupported(dataclasses.replace(CALL, **changes)))
 

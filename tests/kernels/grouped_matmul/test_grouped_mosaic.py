@@ -44,7 +44,7 @@ CALL = GroupedMatmulCall(
 @pytest.fixture
 def mosaic():
     """The module of the kernels, where it can be imported."""
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     from jax.experimental.pallas import mosaic_gpu
 
@@ -166,12 +166,12 @@ def test_other_layouts_compute_the_same_without_races(mosaic, changes):
         mosaic, grouped_matmul, (lhs, rhs), ProductParams(**params, block_m=rows), races=rows == 128, **options
     )
     by_numpy.assert_near(by_numpy.product(lhs, rhs, sizes), run(sizes), error=1e-6 if wide else 4e-3)
-    assert rows != 128 or not compat.simulated_races()
+    assert rows != 128 or not compat.kernels.simulated_races()
     sums = simulated(
         mosaic, grouped_matmul_wgrad, (lhs, dout), WgradParams(**params, block_k=rows), races=True, **options
     )
     by_numpy.assert_near(by_numpy.weights_gradient(lhs, dout, sizes), sums(sizes), error=1e-6 if wide else 4e-3)
-    assert not compat.simulated_races()
+    assert not compat.kernels.simulated_races()
 
 
 @pytest.mark.usefixtures("few_multiprocessors")
@@ -268,14 +268,14 @@ def replaced(**changes):
     ],
 )
 def test_calls_that_it_does_not_run_are_refused_with_the_reason(monkeypatch, changes, words):
-    monkeypatch.setattr(compat, "mosaic_gpu_reason", lambda: None)
+    monkeypatch.setattr(compat.kernels, "mosaic_gpu_reason", lambda: None)
     reason = MosaicGpu().unsupported(replaced(**changes))
     assert re.search(words, reason)
     assert "'xla'" in reason
 
 
 def test_a_call_that_it_runs_has_no_reason(monkeypatch):
-    monkeypatch.setattr(compat, "mosaic_gpu_reason", lambda: None)
+    monkeypatch.setattr(compat.kernels, "mosaic_gpu_reason", lambda: None)
     assert MosaicGpu().unsupported(CALL) is None
 
 

@@ -44,7 +44,7 @@ CALL = LinearCrossEntropyCall(
 @pytest.fixture
 def simulated(monkeypatch):
     """A function that has the kernels run in the interpreter, on two multiprocessors with several tiles each."""
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     from jax.experimental.pallas import mosaic_gpu
 
@@ -211,7 +211,7 @@ def test_statistics_and_their_gradients_match_the_reference():
 
 @pytest.mark.slow
 def test_the_host_does_not_wait_for_the_range_of_exponentials():
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     call = dataclasses.replace(CALL, tokens=256, inner=128, columns=1024)
     shapes = ((256, 128), "bfloat16"), ((128, 1024), "bfloat16"), ((256,), "int32"), ((256,), "float32")
@@ -224,7 +224,7 @@ def test_the_host_does_not_wait_for_the_range_of_exponentials():
 
 @pytest.mark.slow
 def test_examples_of_a_batch_are_no_slices_for_kernels_that_update_arrays():
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     call = dataclasses.replace(CALL, tokens=256, inner=128, columns=1024)
     params = MosaicGpuParams(chunk=128, accumulation_dtype="bfloat16")
@@ -249,7 +249,7 @@ def test_examples_of_a_batch_are_no_slices_for_kernels_that_update_arrays():
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab_axis", [None, "devices"])
 def test_chunks_of_rows_lower_inside_shard_map(vocab_axis):
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     rows, columns = (512, 512) if vocab_axis else (256, 1024)
@@ -286,7 +286,7 @@ LOSS = {"gradients": ("x", "weight", "bias"), "statistics": ("max",), "label_smo
 @pytest.fixture
 def replaced(monkeypatch):
     """The kernel is replaced by plain JAX; one row in eight has exponentials that overflow at first."""
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     from ejkernel.kernels.linear_cross_entropy.mosaic_gpu import kernel, sums
 
@@ -368,7 +368,7 @@ def test_examples_of_a_batch_have_their_own_loss_and_gradients(replaced):
     ids=str,
 )
 def test_a_call_is_refused_with_a_reason_and_an_alternative(changes, reason):
-    if missing := compat.mosaic_gpu_reason():
+    if missing := compat.kernels.mosaic_gpu_reason():
         pytest.skip(missing)
     assert support.unsupported_reason(CALL) is None
     with pytest.raises(AssertionError, match=reason):

@@ -164,7 +164,7 @@ def test_latent_attention_has_no_races(monkeypatch):
     monkeypatch.setattr(MosaicGpu, "interpret", mosaic_gpu.InterpretGPUParams(detect_races=True))
     args = poisoned([200, 1, 0, 65], [1] * 4, heads=(128, 1), padding=0, head_dim=192, kinds=1)
     assert_near(*results(args, value_dim=128))
-    assert not compat.simulated_races()
+    assert not compat.kernels.simulated_races()
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_heads_of_one_device_under_shard_map():
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["bfloat16", "int8"])
 def test_kernels_that_write_to_one_output_are_apart_from_slices(cache):
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     args = poisoned([1, 30, 70], [1, 3, 1], cache=cache)
     call = PagedAttention().describe(*args, *[None] * 4, softmax_scale=64**-0.5)
@@ -330,7 +330,7 @@ def test_short_batches_have_the_schedule_of_long_ones(monkeypatch, queries):
     ],
 )
 def test_calls_that_the_kernels_do_not_support_are_refused_with_a_reason(changes, words):
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     assert words in MosaicGpu().unsupported(dataclasses.replace(CALL, **changes))
 

@@ -90,7 +90,7 @@ def test_the_kernel_and_xla_have_equal_schedules(shape, data):
 
 
 def lowered_for(device_kind, function, *avals):
-    with compat.abstract_device("gpu", device_kind, 132), warnings.catch_warnings():
+    with compat.executables.abstract_device("gpu", device_kind, 132), warnings.catch_warnings():
         warnings.simplefilter("error")
         return jax.jit(function).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
 

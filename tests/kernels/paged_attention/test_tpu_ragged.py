@@ -33,7 +33,7 @@ def call_of(args, **options):
 @pytest.mark.slow
 def test_the_kernel_gets_the_call_in_its_own_layout(monkeypatch):
     """JAX's reference for its kernel, on what the kernel would get, agrees with ours: heads, order, window, padding."""
-    monkeypatch.setattr(compat, "tpu_ragged_paged_attention", by_the_shipped_reference)
+    monkeypatch.setattr(compat.kernels, "tpu_ragged_paged_attention", by_the_shipped_reference)
     given = batch_of(((5, 5), (0, 7), (3, 12)), tokens=10)
     args, call = call_of(given, sliding_window=5, logits_soft_cap=3.0)
     out = tpu_ragged._attention(call, valid(call, args), (1, 8))

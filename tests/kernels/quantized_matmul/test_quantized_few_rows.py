@@ -85,7 +85,7 @@ def test_simulated_kernels_have_no_races(monkeypatch, name):
 
 
 def test_sizes_of_64_bits_are_clipped_before_they_are_narrowed():
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     _, _, args, _, call = described((20, 64, 128), (5, 15), ("bfloat16", "int8"))
     params = MosaicGpuParams(block_m=64, **NARROW)
@@ -96,7 +96,7 @@ def test_sizes_of_64_bits_are_clipped_before_they_are_narrowed():
 
 
 def compare(monkeypatch, shape, sizes, dtypes, options, params, *, races=False):
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     from jax.experimental.pallas import mosaic_gpu
 
@@ -106,7 +106,7 @@ def compare(monkeypatch, shape, sizes, dtypes, options, params, *, races=False):
     assert implementation.params_fault(call, params) is None
     run = launch.grouped_activation if operation is quantized_grouped_activation else launch.grouped_product
     [found] = jax.tree.leaves(jax.jit(lambda *args: run(call, args, params, interpret=interpret))(*args))
-    assert not (races and compat.simulated_races())
+    assert not (races and compat.kernels.simulated_races())
     expected = jax.jit(lambda *args: operation.reference(*args, **how))(*args)
     assert found.dtype == expected.dtype
     np.testing.assert_allclose(*(np.asarray(each, np.float32) for each in (found, expected)), rtol=0.01, atol=0.01)
@@ -128,7 +128,7 @@ def test_heuristics_and_spaces_hold_valid_parameters():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("columns", [640, 20_000])
 def test_shared_memory_is_counted(groups, dtype, columns):
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     from jax.experimental.pallas import mosaic_gpu
 

@@ -32,7 +32,7 @@ SIZES = (0, 70, 3, 131)
 @pytest.fixture
 def mosaic(monkeypatch):
     """The module of the kernels, where it can be imported; a launch has two thread blocks."""
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     from jax.experimental.pallas import mosaic_gpu
 
@@ -75,7 +75,7 @@ def error(mosaic, args, options, params, *, races=False):
     assert MosaicGpuGrouped().params_fault(call, params) is None
     interpret = mosaic.InterpretGPUParams(detect_races=races)
     found = jax.jit(lambda *args: launch.grouped_product(call, args, params, interpret=interpret))(*args)
-    assert not (races and compat.simulated_races())
+    assert not (races and compat.kernels.simulated_races())
     expected = jax.jit(lambda *args: quantized_grouped_matmul.reference(*args, **options))(*args)
     assert found.shape == expected.shape
     return float(np.abs(np.asarray(found) - expected).max() / np.abs(expected).max())
@@ -135,7 +135,7 @@ def test_simulated_gradients_of_groups_match_the_float32_sums(mosaic, sizes, par
     assert MosaicGpuGroupedWgrad().params_fault(call, chosen) is None
     interpret = mosaic.InterpretGPUParams(detect_races=races)
     found = jax.jit(lambda *args: gradient.weights_gradient(call, args, chosen, interpret=interpret))(*args)
-    assert not (races and compat.simulated_races())
+    assert not (races and compat.kernels.simulated_races())
     expected = jax.jit(lambda *args: quantized_grouped_wgrad.reference(*args, **options))(*args)
     assert found.shape == expected.shape
     found, expected = (np.asarray(each, np.float32) for each in (found, expected))

@@ -47,7 +47,7 @@ CALL = QuantizedMatmulCall(
 @pytest.fixture
 def mosaic(monkeypatch):
     """The module of the kernels, where it can be imported; a launch has two thread blocks."""
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     from jax.experimental.pallas import mosaic_gpu
 
@@ -82,7 +82,7 @@ def error(mosaic, x, w, params, *, races=False, **options):
     assert MosaicGpu().params_fault(call, params) is None
     found = program(call, params, mosaic.InterpretGPUParams(detect_races=races))(*args)
     assert found.dtype == call.out_dtype
-    assert not (races and compat.simulated_races())
+    assert not (races and compat.kernels.simulated_races())
     return float(distance(found, x, w))
 
 
@@ -161,7 +161,7 @@ def test_simulated_blocks_match_the_float32_product(mosaic, shape, params):
 @settings(deadline=None, max_examples=4)
 @given(m=st.integers(1, 300), n=st.integers(1, 34), k=st.integers(1, 4), whole=st.booleans())
 def test_any_number_of_rows_and_columns_is_simulated_right(m, n, k, whole):
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     from jax.experimental.pallas import mosaic_gpu
 
@@ -250,7 +250,7 @@ def test_pairs_of_blocks_share_copies_where_few_rows_are_computed_twice(rows, ex
 
 def test_blocks_take_one_part_of_columns():
     call = dataclasses.replace(CALL, x_block=(1, 128), w_block=(128, 128))
-    assert MosaicGpu().unsupported(call) is None or compat.mosaic_gpu_reason()
+    assert MosaicGpu().unsupported(call) is None or compat.kernels.mosaic_gpu_reason()
     assert MosaicGpu().heuristic(call).block_n <= 192
     assert "block_n of at most 192" in MosaicGpu().params_fault(call, MosaicGpuParams(stages=3))
 

@@ -35,7 +35,7 @@ CALL = QuantizeCall(
 
 @pytest.fixture
 def mosaic():
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     from jax.experimental.pallas import mosaic_gpu
 
@@ -72,7 +72,7 @@ def test_simulated_kernel_gives_the_numbers_of_plain_jax(
     interpret = mosaic.InterpretGPUParams(detect_races=races)
     params = QuantizeParams(tiles=2, blocks=1)
     found = jax.jit(lambda x: launch.quantized(call, (x,), params, interpret=interpret))(x)
-    assert not (races and compat.simulated_races())
+    assert not (races and compat.kernels.simulated_races())
     expected = quantize_blocks.reference(x, dtype=values, **options)
     assert [(a.shape, a.dtype) for a in found] == [(a.shape, a.dtype) for a in expected]
     for ours, plain in zip(wide(found), wide(expected), strict=True):

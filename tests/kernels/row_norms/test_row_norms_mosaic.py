@@ -30,7 +30,7 @@ OPERATIONS = {"rms_norm": RmsNorm(), "layer_norm": LayerNorm()}
 @pytest.fixture
 def simulated(monkeypatch):
     """Run the kernels in the interpreter with race detection: two thread blocks, each with several rows."""
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     from jax.experimental.pallas import mosaic_gpu
 
@@ -94,7 +94,7 @@ TWO_ROWS = RowNormParams(block_rows=2, stages=1, occupancy=1)
 @pytest.mark.usefixtures("simulated")
 def test_output_and_gradients_are_right_without_races(name, params, dim, residual):
     check(OPERATIONS[name], params, arguments(OPERATIONS[name], 10, dim, residual=residual))
-    assert not compat.simulated_races()
+    assert not compat.kernels.simulated_races()
 
 
 # Three or five blocks of rows, by two blocks of threads.
@@ -111,7 +111,7 @@ def test_output_and_gradients_are_right_without_races(name, params, dim, residua
 def test_output_and_gradients_of_short_rows_are_right_without_races(name, block_rows, rows, dim, residual):
     params = RowNormParams(block_rows=block_rows, stages=1, occupancy=1)
     check(OPERATIONS[name], params, arguments(OPERATIONS[name], rows, dim, residual=residual))
-    assert not compat.simulated_races()
+    assert not compat.kernels.simulated_races()
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def launches(function, *args):
     return text.count("custom_call @mosaic_gpu")
 
 
-@pytest.mark.skipif(compat.mosaic_gpu_reason() is not None, reason=str(compat.mosaic_gpu_reason()))
+@pytest.mark.skipif(compat.kernels.mosaic_gpu_reason() is not None, reason=str(compat.kernels.mosaic_gpu_reason()))
 def test_they_are_lowered_within_shard_map_and_under_strict_settings():
     rows, vector = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 1024), (1024,)))
     short = jax.ShapeDtypeStruct((32, 64), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.bfloat16)
@@ -275,7 +275,7 @@ def test_a_heuristic_fills_the_device_with_thread_blocks(dim, params):
 
 @pytest.mark.parametrize(("shape", "residual", "races"), [((2, 3, 1536), False, True), ((4, 512), True, False)])
 def test_simulated_rows_in_8_bits_are_those_of_plain_jax(monkeypatch, shape, residual, races):
-    if reason := compat.mosaic_gpu_reason():
+    if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     from jax.experimental.pallas import mosaic_gpu
 
@@ -291,7 +291,7 @@ def test_simulated_rows_in_8_bits_are_those_of_plain_jax(monkeypatch, shape, res
     interpret = mosaic_gpu.InterpretGPUParams(detect_races=races)
     run = lambda *args: quantized.normalized(call, args, params, interpret=interpret)  # noqa: E731
     found, expected = jax.jit(run)(*args), quantized_rms_norm.reference(*args, **options)
-    assert not (races and compat.simulated_races())
+    assert not (races and compat.kernels.simulated_races())
     assert [(a.shape, a.dtype) for a in found] == [(a.shape, a.dtype) for a in expected]
     for ours, plain in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours.astype(jnp.float32), plain.astype(jnp.float32), rtol=0.13)

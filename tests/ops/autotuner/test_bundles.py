@@ -410,7 +410,7 @@ def test_a_program_that_the_runtime_does_not_load_is_compiled_here(twice, tmp_pa
     def refuse(payload, **_):
         raise RuntimeError("serialized by another compiler")
 
-    monkeypatch.setattr(compat, "loaded", refuse)
+    monkeypatch.setattr(compat.executables, "loaded", refuse)
     twice.traced.clear()
     with pytest.warns(TuningWarning, match=r"cannot be loaded, so it is compiled here: .*another compiler"):
         found = tune(twice, call)

@@ -172,7 +172,7 @@ def test_kernels_that_the_simulator_is_wrong_for_are_found_in_the_traced_program
         return copy(x)
 
     number, x = jnp.zeros((1,), jnp.int32), jnp.zeros((16, 128), jnp.int8)
-    facts = [compat.kernel_facts(jax.jit(jax.jit(f)).trace(number, x).jaxpr) for f in (prefetched, with_grid)]
+    facts = [compat.tracing.kernel_facts(jax.jit(jax.jit(f)).trace(number, x).jaxpr) for f in (prefetched, with_grid)]
     assert [(each.scalar_prefetch, each.dynamic_grid) for each in facts] == [(True, False), (False, True)]
     assert "int8" in facts[0].dtypes
     assert facts[0].grid_steps == 2

@@ -23,9 +23,9 @@ X = np.ones(5, np.float32)
 
 @pytest.fixture(autouse=True)
 def as_before():
-    before = compat.process_settings()
+    before = compat.settings.process_settings()
     yield
-    compat.put_back(before)
+    compat.settings.put_back(before)
 
 
 class Meddling(Kernel[int, jax.Array]):
@@ -58,10 +58,10 @@ class Meddling(Kernel[int, jax.Array]):
 )
 def test_a_change_of_jax_config_is_undone_and_reported(option, value, late, monkeypatch):
     monkeypatch.setattr(timing, "interleaved", interleaved_with(float))
-    before, kernel = compat.process_settings(), Meddling(option, value, late)
+    before, kernel = compat.settings.process_settings(), Meddling(option, value, late)
     with pytest.warns(TuningWarning) as caught:
         Autotuner(width=1).tune(Invocation(kernel=kernel, args=(X,)), kernel)
-    assert compat.process_settings() == before
+    assert compat.settings.process_settings() == before
     messages = [str(warning.message) for warning in caught if option in str(warning.message)]
     assert len(messages) == 1
     who = "(2|one of 2, 1|one of 1, 2)"  # the other may run at the same time
@@ -94,7 +94,7 @@ def test_settings_of_a_thread_are_unchanged():
     with jax.default_matmul_precision("float32"):
         with kept.during("A"):
             pass
-        assert compat.numerics_in_force().default_matmul_precision == "float32"
+        assert compat.settings.numerics_in_force().default_matmul_precision == "float32"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kept.tell()

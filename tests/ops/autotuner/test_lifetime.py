@@ -16,6 +16,7 @@ from tests.ops.sample_kernels import Applies
 from ejkernel.ops import ConfigSelectorChain, Executor, Invocation, autotune, default_executor, tune
 from ejkernel.ops.core import primitive
 from ejkernel.ops.registry import recording
+from ejkernel.ops.utils.weak_caches import Bounded
 
 X = np.arange(3, dtype=np.float32)
 
@@ -153,7 +154,7 @@ def test_an_executor_keeps_nothing_of_collected_kernels():
 
 @pytest.mark.slow
 def test_calls_that_differ_in_static_values_alone_fill_a_bounded_table(monkeypatch):
-    monkeypatch.setattr("ejkernel.ops.utils.weak_caches._MOST", 8)
+    monkeypatch.setattr(Bounded, "most", 8)
 
     class Scales(Applies):
         def run(self, x, scale, *, cfg):
@@ -168,7 +169,7 @@ def test_calls_that_differ_in_static_values_alone_fill_a_bounded_table(monkeypat
 
 @pytest.mark.slow
 def test_eager_gradients_with_ever_new_static_values_fill_bounded_tables(monkeypatch):
-    monkeypatch.setattr("ejkernel.ops.utils.weak_caches._MOST", 4)
+    monkeypatch.setattr(Bounded, "most", 4)
 
     class Scales(Applies):
         def run(self, x, scale, *, cfg):

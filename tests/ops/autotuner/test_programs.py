@@ -35,7 +35,7 @@ from pathlib import Path
 from ejkernel import compat
 from tests.ops.autotuner import test_programs
 
-target, kills, compiled, own = sys.argv[1], int(sys.argv[2]), [], compat.compiled_to_be_serialized
+target, kills, compiled, own = sys.argv[1], int(sys.argv[2]), [], compat.executables.compiled_to_be_serialized
 
 def counted(lowered):
     compiled.append(lowered.as_text())
@@ -45,7 +45,7 @@ def progress(inv, done, total):
     if kills and len(list(Path("bundle").glob("*.facts.json"))) >= kills:
         os.kill(os.getpid(), signal.SIGKILL)
 
-compat.compiled_to_be_serialized = counted
+compat.executables.compiled_to_be_serialized = counted
 test_programs.attempt(Path("."), target, progress=progress)
 print(json.dumps(len(compiled)))
 """
@@ -80,13 +80,13 @@ def attempt(folder, target="here", kernel=None, **options):
 @pytest.fixture
 def compiled(monkeypatch):
     """A list of the digests of the programs that this process compiles."""
-    found, own = [], compat.compiled_to_be_serialized
+    found, own = [], compat.executables.compiled_to_be_serialized
 
     def noted(lowered):
         found.append(program_digest(lowered.as_text()))
         return own(lowered)
 
-    monkeypatch.setattr(compat, "compiled_to_be_serialized", noted)
+    monkeypatch.setattr(compat.executables, "compiled_to_be_serialized", noted)
     return found
 
 

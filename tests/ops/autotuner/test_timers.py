@@ -144,12 +144,12 @@ def test_a_thread_that_works_is_the_busiest():
 
 
 def test_cupti_measures_the_seconds_of_one_call(monkeypatch):
-    monkeypatch.setattr(compat, "cupti_seconds", lambda work: work() and 6.0)
+    monkeypatch.setattr(compat.executables, "cupti_seconds", lambda work: work() and 6.0)
     assert cupti_sample(lambda: 1, 3) == 2.0
 
 
 def test_silent_cupti_is_an_error(monkeypatch):
-    monkeypatch.setattr(compat, "cupti_seconds", lambda work: None)
+    monkeypatch.setattr(compat.executables, "cupti_seconds", lambda work: None)
     with pytest.raises(TimerError, match="CUPTI reported no kernel"):
         cupti_sample(lambda: None, 1)
 
@@ -184,14 +184,14 @@ def test_the_profiler_measures_the_seconds_of_one_call(monkeypatch):
         work()
         return [plane("/device:TPU:0", XLA_Modules=[1e6] * len(calls))]
 
-    monkeypatch.setattr(compat, "profiled_planes", profiled)
+    monkeypatch.setattr(compat.executables, "profiled_planes", profiled)
     assert profiler_sample(lambda: calls.append(1), 4) == pytest.approx(1e-3)
     assert len(calls) == 4
 
 
 def test_a_trace_works_even_without_device_times():
     function, x = jax.jit(jnp.sin), jnp.ones(3)
-    assert all(isinstance(found.name, str) for found in compat.profiled_planes(lambda: function(x)))
+    assert all(isinstance(found.name, str) for found in compat.executables.profiled_planes(lambda: function(x)))
     with pytest.raises(TimerError, match="no events on a line 'XLA Modules'"):
         profiler_sample(lambda: function(x), 2)
 

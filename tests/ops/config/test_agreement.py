@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tests.ops.sample_kernels import ShowsConfig, Times
 
 from ejkernel import compat
-from ejkernel.compat import CoordinationStore, processes
+from ejkernel.compat.processes import CoordinationStore
 from ejkernel.ops import (
     AgreementError,
     AgreementWarning,
@@ -117,7 +117,7 @@ def ranks(monkeypatch):
 
     monkeypatch.setattr(threading.Timer, "start", start)
     monkeypatch.setattr(jax, "process_index", lambda: found.now.index)
-    monkeypatch.setattr(compat, "coordination_store", lambda: found.now.store)
+    monkeypatch.setattr(compat.processes, "coordination_store", lambda: found.now.store)
     monkeypatch.setattr(agreement, "current_book", lambda: found.now.book)
     monkeypatch.setattr("ejkernel.ops.config.agreement.decisions.current_book", lambda: found.now.book)
     return found
@@ -471,13 +471,13 @@ def test_a_jax_without_the_store_is_distinguished_from_a_missing_service(monkeyp
     from jax._src import distributed
 
     with pytest.raises(LookupError, match=r"initialize\(\) was not called"):
-        compat.coordination_store()
+        compat.processes.coordination_store()
     monkeypatch.setattr(distributed.global_state, "client", object())
     with pytest.raises(LookupError, match=r"of JAX .* has no key_value_set"):
-        compat.coordination_store()
+        compat.processes.coordination_store()
     monkeypatch.delattr(distributed, "global_state")
     with pytest.raises(LookupError, match="has no coordination service where it was"):
-        compat.coordination_store()
+        compat.processes.coordination_store()
 
 
 # --- comparing ---
@@ -518,21 +518,21 @@ def test_difference_requires_a_digest(ranks):
 
 
 def test_the_processes_of_known_devices_are_part_of_a_calls_name(kernel, x):
-    inv = Invocation(kernel=kernel, args=(x,), span=compat.Span(4, (0, 1, 2, 3)))
+    inv = Invocation(kernel=kernel, args=(x,), span=compat.processes.Span(4, (0, 1, 2, 3)))
     assert agreement.call_name(inv).endswith("on cpu, 4 devices of processes 0-3")
-    some = dataclasses.replace(inv, span=compat.Span(2, (1, 5)))
+    some = dataclasses.replace(inv, span=compat.processes.Span(2, (1, 5)))
     assert " of 2 processes (" in agreement.call_name(some)
-    assert agreement.call_name(dataclasses.replace(inv, span=compat.Span(0))).endswith(", any devices")
+    assert agreement.call_name(dataclasses.replace(inv, span=compat.processes.Span(0))).endswith(", any devices")
 
 
 def test_an_abstract_mesh_has_only_a_number_of_devices(ranks):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stands_for_others",))
     context = types.SimpleNamespace(mesh=mesh)
-    assert processes.span_of_context(context, partitioned=False) is None
-    processes.placeholder(mesh)
-    assert processes.span_of_context(context, partitioned=False) == compat.Span(2)
+    assert compat.processes.span_of_context(context, partitioned=False) is None
+    compat.processes.placeholder(mesh)
+    assert compat.processes.span_of_context(context, partitioned=False) == compat.processes.Span(2)
 
 
 def test_devices_of_one_process_span_nothing():
-    assert compat.span_of(jax.devices()) is None
-    assert compat.any_span() is None
+    assert compat.processes.span_of(jax.devices()) is None
+    assert compat.processes.any_span() is None

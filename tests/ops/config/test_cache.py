@@ -19,6 +19,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.execution.executor import Executor
+from ejkernel.ops.utils.weak_caches import Records
 
 KEY = ConfigKey("cpu:some", "matmul@v1", "0123456789abcdef")
 X = np.ones(4, np.float32)
@@ -317,7 +318,7 @@ def test_an_eager_call_sees_new_entries_in_memory(kernel, key):
 
 
 def test_provisional_answers_are_bounded_and_others_stay(monkeypatch):
-    monkeypatch.setattr("ejkernel.ops.config.cache.MOST_RECORDS", 8)
+    monkeypatch.setattr(Records, "most", 8)
     cache = ConfigCache()
     cache.remember("measured", 1, "autotune")
     cache.remember("put after the heuristic", 2, "heuristic")

@@ -425,7 +425,7 @@ def test_the_representative_is_compiled_for_other_devices(tmp_path):
     (bundled,) = compile_bundle([inv], Target.named("here"), tmp_path / "bundle")
     assert bundled.description == inv.description
     ((_, program),) = bundled.programs
-    compiled = compat.loaded(program.code.read(), inputs=2, outputs=1)
+    compiled = compat.executables.loaded(program.code.read(), inputs=2, outputs=1)
     assert compiled(rows(8), W)[0].shape == (8, 2)
 
 

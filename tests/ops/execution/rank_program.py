@@ -62,7 +62,7 @@ class Rank:
         spread, one = NamedSharding(mesh, PartitionSpec("a")), np.arange(1, 1 + len(jax.devices()), dtype=np.float32)
         self.x = jax.make_array_from_callback(one.shape, spread, lambda part: one[part])
         self.mesh, self.weight = mesh, float(one.sum())
-        self.service = compat.coordination_store().client
+        self.service = compat.processes.coordination_store().client
         self.meet("all alive")
 
     def kernel(self, name, own=None):

@@ -141,12 +141,12 @@ def test_messages_name_a_tpu_as_a_target(fingerprint, name):
 
 def test_a_program_lowered_for_a_device_of_another_machine_has_that_devices_name():
     v6e = fake_device("tpu", "TPU v6 lite")
-    with compat.lowering(lowered_for(v6e)):
+    with compat.programs.program_under_way(lowered_for(v6e)):
         assert platform_fingerprint("tpu") == "tpu:tpu_v6_lite"
         assert platform_fingerprint("cpu") == device_fingerprint()
-    with compat.lowering(lowered_for(v6e, local=[v6e])):  # this process names its devices itself
+    with compat.programs.program_under_way(lowered_for(v6e, local=[v6e])):  # this process names its devices itself
         assert platform_fingerprint("tpu") == "tpu:unknown"
-    with compat.abstract_device("tpu", "TPU v5 lite", 1):
+    with compat.executables.abstract_device("tpu", "TPU v5 lite", 1):
         assert platform_fingerprint("tpu") == "tpu:tpu_v5_lite"
 
 

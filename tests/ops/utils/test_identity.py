@@ -385,7 +385,7 @@ def test_a_table_per_object_uses_identity_and_drops_dead_objects(collect):
 
 
 def test_a_bounded_table_lets_go_of_its_oldest_entries(monkeypatch):
-    monkeypatch.setattr("ejkernel.ops.utils.weak_caches._MOST", 8)
+    monkeypatch.setattr(Bounded, "most", 8)
     table = Bounded()
     for number in range(100):
         assert table.keep(number, str(number)) == str(number)

@@ -57,7 +57,7 @@ class Hopper:
 
     def widened(self, x: jax.Array) -> jax.Array:
         """Return a matrix of floating-point numbers, in the layout of a product's result, in float32."""
-        wide: jax.Array = compat.widened_bfloat16(x) if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
+        wide: jax.Array = compat.kernels.widened_bfloat16(x) if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
         return wide
 
     def copy_if(self, condition: Any, source: Any, target: Any, barrier: Any) -> None:
@@ -74,7 +74,7 @@ class Hopper:
 
     def uniform(self, number: Any) -> Any:
         """Return a number that all threads share, in a register that they share."""
-        return compat.uniform(number)
+        return compat.kernels.uniform(number)
 
     def aliased(self, *types: Any) -> Any:
         """Return one buffer of shared memory with several layouts."""
@@ -103,11 +103,11 @@ class Hopper:
 
     def widened_pairs(self, pairs: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
         """Return the first and the second numbers of pairs, in float16."""
-        return compat.widened_pairs(pairs, dtype)
+        return compat.kernels.widened_pairs(pairs, dtype)
 
     def widened_in_order(self, pairs: jax.Array, dtype: str, wide: str) -> tuple[jax.Array, jax.Array]:
         """Return the numbers of the even and of the odd pairs, in float16, or int8 divided by 64 in bfloat16."""
-        return compat.widened_in_order(pairs, dtype, wide)
+        return compat.kernels.widened_in_order(pairs, dtype, wide)
 
     def tile(self, tiles: Any, index: tuple[Any, Any], shape: tuple[int, int]) -> Any:
         """Return a tile, by row and column, of a view with tiles and their elements as its last four axes."""

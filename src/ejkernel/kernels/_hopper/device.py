@@ -49,7 +49,7 @@ def unavailable(call: OperationCall, arrays: str, others: str, name: str = "mosa
             f"implementation={name!r} needs a Hopper GPU, such as an H100 or H200, and this call is for "
             f"{call.place}; use {others}."
         )
-    missing = compat.mosaic_gpu_reason()  # after the device: a package would not help on another device
+    missing = compat.kernels.mosaic_gpu_reason()  # after the device: a package would not help on another device
     if missing is not None:
         return f"implementation={name!r} is not available: {missing}."
     if call.partitioned:

@@ -64,7 +64,7 @@ class ShortRowKernel(RowKernel):
 
         sums = lax.fori_loop(0, self.count(), step, (zeros,) * plan.sums)
         for ref, total in zip(self.extra if plan.sums else (), sums, strict=True):
-            compat.store_as_it_is(ref.at[self.number], total)
+            compat.kernels.store_as_it_is(ref.at[self.number], total)
 
     def load(self, row: _Slab, part: None) -> Any:
         """See `RowKernel`."""
@@ -73,7 +73,7 @@ class ShortRowKernel(RowKernel):
     def store(self, row: _Slab, part: None, values: Any) -> None:
         """See `RowKernel`."""
         rounded = values.astype(row.ref.dtype)
-        compat.store_as_it_is(row.ref, rounded)
+        compat.kernels.store_as_it_is(row.ref, rounded)
         row.values = rounded.astype(jnp.float32)
 
     def vector(self, index: int, part: None) -> Any:
@@ -101,7 +101,7 @@ class ShortRowKernel(RowKernel):
 
     def store_stat(self, ref: Any, at: Any, by_row: Any) -> None:
         """See `RowKernel`."""
-        compat.store_as_it_is(ref.at[at], by_row)
+        compat.kernels.store_as_it_is(ref.at[at], by_row)
 
     def add(self, index: int, part: None, values: Any) -> None:
         """See `RowKernel`."""

@@ -194,7 +194,7 @@ def canonical_dropout(rate: Any, key: Any) -> tuple[float, Any]:
         )
     if not is_array(key):
         raise ArgumentError(f"dropout_key must be a key of jax.random, got {type(key).__name__}.")
-    is_typed = compat.dtypes.issubdtype(key.dtype, compat.dtypes.prng_key)
+    is_typed = compat.tracing.dtypes.issubdtype(key.dtype, compat.tracing.dtypes.prng_key)
     if tuple(key.shape) != (() if is_typed else (2,)) or not (is_typed or key.dtype == np.uint32):
         raise ArgumentError(f"dropout_key must be one key, as of jax.random.key(seed); got {_shown((key,))}.")
     return float(rate), _two_words(key) if is_typed else key

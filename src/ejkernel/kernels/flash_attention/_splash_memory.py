@@ -28,10 +28,10 @@ Blocks = tuple[int, int, int]
 """Queries, keys, and keys per step."""
 
 
-def clipped_blocks(queries: int, keys: int, blocks: Blocks) -> compat.SplashBlocks:
+def clipped_blocks(queries: int, keys: int, blocks: Blocks) -> compat.splash.SplashBlocks:
     """Return blocks cut to the sequences, rounded up to 128; the steps divide the blocks of keys."""
     block_q, block_kv = (min(size, -(-of // LANES) * LANES) for size, of in zip(blocks, (queries, keys), strict=False))
-    return compat.SplashBlocks(block_q, block_kv, math.gcd(block_kv, blocks[2]))
+    return compat.splash.SplashBlocks(block_q, block_kv, math.gcd(block_kv, blocks[2]))
 
 
 def vector_memory(call: AttentionCall, blocks: Mapping[str, Blocks]) -> Need:
@@ -70,7 +70,7 @@ def parts_of(call: AttentionCall, name: str, blocks: Blocks) -> Parts:
     return parts.times(_MORE.get(call.device_fingerprint or "", {}).get(kind, 1.0))
 
 
-def _form(call: AttentionCall, name: str, block: compat.SplashBlocks) -> str:
+def _form(call: AttentionCall, name: str, block: compat.splash.SplashBlocks) -> str:
     """Return the name of a kernel in the table of compiled figures."""
     rules, steps = call.rules, (-(-call.query[1] // block.queries), -(-call.key[1] // block.keys))
     words = [f"splash {name}", f"{call.query[3]}/{call.value[3]}", str(call.dtype)]
@@ -82,7 +82,7 @@ def _form(call: AttentionCall, name: str, block: compat.SplashBlocks) -> str:
     return form_of(call, *words, f"steps {min(steps[0], 2)}/{min(steps[1], 2)}")
 
 
-def _sizes(call: AttentionCall, block: compat.SplashBlocks) -> dict[str, int]:
+def _sizes(call: AttentionCall, block: compat.splash.SplashBlocks) -> dict[str, int]:
     """Return the numbers of intermediate values: scores of steps, and results of products."""
     (queries, keys, compute), dims = block, (call.query[3], call.value[3])
     head, value = map(up, dims)
@@ -117,7 +117,7 @@ def _sizes(call: AttentionCall, block: compat.SplashBlocks) -> dict[str, int]:
     return found | {"partial values": found["values"] if which["partial"] else 0}
 
 
-def _has_ids(call: AttentionCall, block: compat.SplashBlocks) -> bool:
+def _has_ids(call: AttentionCall, block: compat.splash.SplashBlocks) -> bool:
     """Return whether the kernels read ids: they also hide the padding, unless causal attention does not reach it."""
     given = call.segments or call.query_lengths or call.key_lengths
     return given or (call.key[1] % block.keys != 0 and call.rules.right != 0)

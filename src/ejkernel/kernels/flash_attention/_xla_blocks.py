@@ -33,7 +33,7 @@ def has_blocks(call: AttentionCall) -> bool:
 
 def is_on_gpu(call: AttentionCall) -> bool:
     """Return whether the call's platform, or if it is unknown the target of the current lowering, is a GPU."""
-    return (call.platform or compat.target_kind()) == "gpu"
+    return (call.platform or compat.programs.target_kind()) == "gpu"
 
 
 def default_blocks(call: AttentionCall) -> tuple[int, int]:
@@ -52,7 +52,7 @@ def default_blocks(call: AttentionCall) -> tuple[int, int]:
     Args:
         call: The call. If its platform is unknown, the target of the current lowering or the default backend counts.
     """
-    platform = call.platform or compat.target_kind()
+    platform = call.platform or compat.programs.target_kind()
     most = (1 << 18 if call.backward else 1 << 19) if platform == "cpu" else _MOST_SCORES
     rows = math.prod(size for size in (call.examples, call.query[0], call.query[2]) if is_known(size))
     if platform == "gpu" and call.rules.left is None:

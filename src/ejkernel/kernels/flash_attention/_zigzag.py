@@ -132,7 +132,7 @@ def moved(x: jax.Array, axes: tuple[str, ...], moves: Sequence[tuple[int, int]])
 
     `lax.ppermute` numbers them in the order of the mesh, and later versions of JAX refuse other orders.
     """
-    ordered = compat.in_mesh_order(axes)
+    ordered = compat.tracing.in_mesh_order(axes)
     if ordered != axes:
         sizes = [lax.axis_size(axis) for axis in ordered]
         in_mesh = np.arange(math.prod(sizes)).reshape(sizes).transpose([ordered.index(axis) for axis in axes])

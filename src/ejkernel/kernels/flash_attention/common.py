@@ -305,7 +305,7 @@ def describe(
         key_lengths=operands.key_lengths is not None,
         platform=platform,
         device_fingerprint=fingerprint,
-        partitioned=compat.is_split_by_xla(),
+        partitioned=compat.programs.is_split_by_xla(),
         **options,
     )
 

@@ -77,7 +77,7 @@ class Cudnn(AttentionImplementation):
         static = _static(operands, rules) | {"bias_gradient": operands.bias is not None}
 
         def pull(given: Any, residuals: Residuals, dout: jax.Array, lengths: Any) -> tuple[jax.Array, ...]:
-            return compat.cudnn_attention_backward(given, residuals, dout, **_with_lengths(static, lengths))
+            return compat.kernels.cudnn_attention_backward(given, residuals, dout, **_with_lengths(static, lengths))
 
         # JAX differentiates the cast, mask and broadcast of the bias before cuDNN.
         total, to_bias = jax.vjp(lambda bias: _total_bias(bias, operands), operands.bias)
@@ -202,7 +202,7 @@ def _attended(
     static: dict[str, Any] = _static(operands, rules) | {"with_lse": with_lse}
 
     def attend(given: Any, lengths: Any) -> tuple[jax.Array, ...]:
-        return compat.cudnn_attention_forward(*given, **_with_lengths(static, lengths))
+        return compat.kernels.cudnn_attention_forward(*given, **_with_lengths(static, lengths))
 
     given = unify_varying((*operands[:3], total))
     return fold_examples(attend, lambda args: args[0][3], shared=True)(given, lengths)
@@ -221,14 +221,14 @@ def _total_bias(bias: jax.Array | None, operands: Operands) -> jax.Array | None:
     return jnp.broadcast_to(total, (*total.shape[:2], query.shape[1], operands.key.shape[1]))
 
 
-def _both_lengths(operands: Operands) -> compat.CudnnLengths | None:
+def _both_lengths(operands: Operands) -> compat.kernels.CudnnLengths | None:
     """Return the lengths of queries and keys for cuDNN, both or none, clipped to 1 and the full length."""
     given, batch = (operands.query_lengths, operands.key_lengths), operands.query.shape[0]
     if given[0] is None and given[1] is None:
         return None
     sizes = (operands.query.shape[1], operands.key.shape[1])
     pairs = zip(given, sizes, strict=True)
-    return compat.CudnnLengths(
+    return compat.kernels.CudnnLengths(
         *(jnp.full(batch, size, jnp.int32) if own is None else jnp.clip(own, 1, size) for own, size in pairs)
     )
 

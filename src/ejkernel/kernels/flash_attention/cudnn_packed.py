@@ -63,7 +63,7 @@ class CudnnPacked(AttentionImplementation):
         def packed(segments: int, query: Any, key: Any, value: Any, ids: Any, _: Any) -> Any:
             layout = _layout_of(ids)
             lengths = _lengths_of(layout, segments)
-            out, stats = compat.cudnn_attention_forward(query, key, value, None, **static, lengths=lengths)
+            out, stats = compat.kernels.cudnn_attention_forward(query, key, value, None, **static, lengths=lengths)
             return out, _of_rows(stats, layout)
 
         def plain(query: Any, key: Any, value: Any, ids: Any, key_ids: Any) -> Any:
@@ -84,7 +84,7 @@ class CudnnPacked(AttentionImplementation):
             lengths = _lengths_of(layout, segments)
             stats = _of_segments(lse, layout, segments)
             given = (query, key, value, None)
-            return compat.cudnn_attention_backward(given, (out, stats), dout, **static, lengths=lengths)
+            return compat.kernels.cudnn_attention_backward(given, (out, stats), dout, **static, lengths=lengths)
 
         def plain(query: Any, key: Any, value: Any, ids: Any, key_ids: Any, *saved: Any) -> Any:
             out, lse, dout = saved
@@ -207,7 +207,7 @@ def _is_packed(ids: jax.Array, key_ids: jax.Array, layout: _Layout, most: int) -
     return (layout.counts.max() <= most) & once & (ids == key_ids).all()
 
 
-def _lengths_of(layout: _Layout, segments: int) -> compat.CudnnLengths:
+def _lengths_of(layout: _Layout, segments: int) -> compat.kernels.CudnnLengths:
     """Return the starts and lengths of the segments, for a kernel with capacity `segments` per row."""
     batch, length = layout.begins.shape
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
@@ -217,7 +217,7 @@ def _lengths_of(layout: _Layout, segments: int) -> compat.CudnnLengths:
     # The last segment ends with the row, the others where the next begins.
     ends = jnp.where(there == layout.counts - 1, length, starts[:, 1:])
     lengths = jnp.where(there < layout.counts, ends - starts[:, :-1], -1)
-    return compat.CudnnLengths(lengths, lengths, starts)
+    return compat.kernels.CudnnLengths(lengths, lengths, starts)
 
 
 def _places(layout: _Layout) -> tuple[jax.Array, jax.Array]:

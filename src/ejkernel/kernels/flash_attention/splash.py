@@ -169,7 +169,7 @@ class Splash(AttentionImplementation):
         segments = _segments(operands, rules, sizes)
         query, key, value = sizes.arrays(operands, rules)
         run = functools.partial(
-            compat.splash_forward,
+            compat.splash.splash_forward,
             mask=sizes.mask(rules),
             blocks=sizes.blocks,
             soft_cap=rules.soft_cap,
@@ -177,7 +177,7 @@ class Splash(AttentionImplementation):
         )
         out, lse = jax.vmap(run)((query, key, value), segments)
         out, lse = _heads_last(out)[:, : sizes.queries], lse[:, :, : sizes.queries]
-        empty = lse <= compat.HIDDEN_LOGIT / 2  # false for NaN, which stays visible
+        empty = lse <= compat.splash.HIDDEN_LOGIT / 2  # false for NaN, which stays visible
         out = jnp.where(empty.transpose(0, 2, 1)[..., None], 0, out)
         return out, jnp.where(empty, EMPTY_ROW_LSE, lse)
 
@@ -215,7 +215,9 @@ def blocks_of(params: SplashParams | SplashBwdParams) -> dict[str, tuple[int, in
     return {"keys": blocks, "query": (params.block_q_dq, params.block_kv_dq, params.block_kv_dq)}
 
 
-def _memory(operands: Operands, rules: Rules, name: str, blocks: compat.SplashBlocks) -> compat.KernelMemory:
+def _memory(
+    operands: Operands, rules: Rules, name: str, blocks: compat.splash.SplashBlocks
+) -> compat.launches.KernelMemory:
     """Return the memory of the launch; the chip is unknown here, so the limit is for the largest kernels."""
     call = describe(operands, rules, platform="tpu", fingerprint=_MOST_MEMORY)
     return memory_to_pass(vector_memory(call, {name: blocks}), operands[:3])
@@ -231,7 +233,7 @@ def _pull(operands: Operands, rows: tuple[Any, ...], rules: Rules, of: str, bloc
     arrays = (*sizes.arrays(operands, rules), lse, _heads_first(dout, sizes.padded_queries), jnp.pad(delta, more))
     name = {"all": "fused", "key and value": "keys"}.get(of, of)
     run = functools.partial(
-        compat.splash_backward,
+        compat.splash.splash_backward,
         of=of,
         mask=sizes.mask(rules),
         blocks=sizes.blocks,
@@ -251,7 +253,7 @@ class _Sizes(NamedTuple):
     padded_queries: int
     padded_keys: int
     heads: int
-    blocks: compat.SplashBlocks
+    blocks: compat.splash.SplashBlocks
 
     @classmethod
     def of(cls, operands: Operands, blocks: tuple[int, int, int]) -> _Sizes:
@@ -260,9 +262,11 @@ class _Sizes(NamedTuple):
         padded = (-(-queries // clipped.queries) * clipped.queries, -(-keys // clipped.keys) * clipped.keys)
         return cls(queries, keys, *padded, heads, clipped)
 
-    def mask(self, rules: Rules) -> compat.SplashMask:
+    def mask(self, rules: Rules) -> compat.splash.SplashMask:
         offset = self.keys - self.queries  # the last query is aligned with the last key
-        return compat.SplashMask(self.padded_queries, self.padded_keys, self.heads, offset, rules.left, rules.right)
+        return compat.splash.SplashMask(
+            self.padded_queries, self.padded_keys, self.heads, offset, rules.left, rules.right
+        )
 
     def arrays(self, operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the scaled query, key and value in the kernels' layout, zero where they are hidden by a length."""

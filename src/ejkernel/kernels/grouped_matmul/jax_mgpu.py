@@ -105,7 +105,9 @@ class JaxMgpu(Implementation[GroupedMatmulCall]):
             is_part = call.all_groups is not None
             lhs = jnp.roll(lhs, -starts[0], axis=0) if is_part else lhs  # the kernel expects its first group at row 0
             with jax.enable_x64(False):  # the kernel's indices are int32
-                out = compat.ragged_dot_mgpu(lhs, rhs, ends - starts, transpose_rhs=call.transpose_rhs, **layout)
+                out = compat.kernels.ragged_dot_mgpu(
+                    lhs, rhs, ends - starts, transpose_rhs=call.transpose_rhs, **layout
+                )
             row = jnp.arange(call.rows, dtype=ends.dtype)[:, None]
             out = jnp.roll(out, starts[0], axis=0) if is_part else out
             return jnp.where(

@@ -186,7 +186,7 @@ class MegabloxWgrad(_Megablox):
 
         def compute(lhs: jax.Array, rhs: jax.Array, groups: Groups) -> Any:
             lhs, rhs = (_whole_tiles(x, params.block_m) for x in (lhs, rhs))
-            return compat.megablox_weights_gradient(
+            return compat.kernels.megablox_weights_gradient(
                 *(lhs, rhs, _sizes(call, groups)),
                 count=call.groups,
                 dtype=call.out_dtype,
@@ -231,7 +231,7 @@ def _product(
         sizes = _sizes(call, groups)
         # Avoid a launch without tiles: if all groups are empty, compute one row for the first group, and clear it.
         sizes = jnp.where(sizes[1:].any(), sizes, jnp.arange(sizes.shape[0], dtype=sizes.dtype) == 1)
-        out = compat.megablox_product(
+        out = compat.kernels.megablox_product(
             *(_whole_tiles(lhs, params.block_m), rhs, sizes),
             dtype=dtype,
             memory=memory_to_pass(need, (lhs, rhs)),

@@ -119,7 +119,7 @@ def weights_gradient(
     spans = row_spans(groups, rows, count)
     block = min(block, rows)
     # On CPUs XLA has no bfloat16 product with a float32 result for one of the layouts that `vmap` leads to.
-    dtype = sum_dtype if compat.target_kind() == "cpu" else lhs.dtype
+    dtype = sum_dtype if compat.programs.target_kind() == "cpu" else lhs.dtype
 
     def step(out: jax.Array, tile: Tile) -> tuple[jax.Array, None]:
         own = _own(tile, block)

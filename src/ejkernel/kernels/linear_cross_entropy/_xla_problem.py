@@ -105,7 +105,7 @@ class Problem:
 
     def _product(self, left: Any, right: Any, contracted: tuple[int, int], dtype: Any) -> jax.Array:
         # On CPUs XLA has no 16-bit product with a wide result for some of the layouts that `vmap` leads to.
-        if self.call.examples > 1 and compat.target_kind() == "cpu":
+        if self.call.examples > 1 and compat.programs.target_kind() == "cpu":
             left, right = left.astype(self.wide), right.astype(self.wide)
         axes = (((contracted[0],), (contracted[1],)), ((), ()))
         return lax.dot_general(left, right, axes, precision=self.call.precision, preferred_element_type=dtype)

@@ -159,7 +159,7 @@ def _tangents_of_statistics(head: Head, found: Statistics, given: Mapping[str, A
 
 def _zeros_like(value: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any = None) -> jax.Array:
     # With the sharding of the value over explicit axes, and varying like it over manual ones.
-    zeros: jax.Array = compat.match_varying(value, jnp.zeros_like(value, dtype, shape))
+    zeros: jax.Array = compat.tracing.match_varying(value, jnp.zeros_like(value, dtype, shape))
     return zeros
 
 

@@ -214,7 +214,7 @@ def plan_arrays(
 ) -> PlanArrays:
     """Return the schedule of a batch."""
     arrays = query_offsets, kv_lengths, page_table
-    offsets, lengths, *tables = compat.on_hopper_or_plain(Schedules(shape), *arrays)
+    offsets, lengths, *tables = compat.alternatives.on_hopper_or_plain(Schedules(shape), *arrays)
     count = jnp.diff(offsets)
     zero = jnp.zeros_like(lengths)
     first = zero if shape.window is None else jnp.maximum(lengths - count - shape.window, 0) // shape.page_size
@@ -235,7 +235,7 @@ def plan_arrays(
 
 def batch_schedules(shape: BatchShape, offsets: jax.Array, lengths: jax.Array) -> tuple[Schedule, Prefill]:
     """Return the schedules of a batch with valid offsets and lengths."""
-    _, _, *tables = compat.on_hopper_or_plain(Schedules(shape), offsets, lengths)
+    _, _, *tables = compat.alternatives.on_hopper_or_plain(Schedules(shape), offsets, lengths)
     return Schedule(*tables[:2]), Prefill(*tables[2:])
 
 
@@ -246,11 +246,11 @@ def token_tiles(shape: BatchShape, *arrays: jax.Array) -> Schedule:
         shape: The sizes of the batch.
         arrays: Valid offsets and lengths; or any, and the page table.
     """
-    return Schedule(*compat.on_hopper_or_plain(Schedules(shape, by_token=True), *arrays)[2:4])
+    return Schedule(*compat.alternatives.on_hopper_or_plain(Schedules(shape, by_token=True), *arrays)[2:4])
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedules(compat.Alternatives):
+class Schedules(compat.alternatives.Alternatives):
     """Both forms of the schedules of `mosaic_gpu`; with a page table, of any offsets and lengths.
 
     Attributes:

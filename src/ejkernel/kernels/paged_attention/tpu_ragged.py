@@ -58,7 +58,7 @@ class _OfJax(PublishedTable):
                 "call": dict(zip(names, sizes, strict=True)) | {"device": device, "dtype": dtype},
                 "params": {"block_pages": pages, "block_queries": queries},
             }
-            for device, (dtype, cache_dtype, *sizes), (pages, queries) in compat.tuned_ragged_blocks()
+            for device, (dtype, cache_dtype, *sizes), (pages, queries) in compat.kernels.tuned_ragged_blocks()
             if dtype == cache_dtype
         ]
         return {f"JAX {jax.__version__}": rows}
@@ -147,7 +147,7 @@ def _attention(call: PagedCall, operands: Operands, blocks: tuple[int, int]) -> 
     # Tokens keep their order, because a sequence without new tokens has none.
     order = jnp.argsort(count == 0, stable=True)
     pages, size, kv_heads, kinds, head_dim = call.pages
-    out = compat.tpu_ragged_paged_attention(
+    out = compat.kernels.tpu_ragged_paged_attention(
         operands.q,
         operands.kv_pages.reshape(pages, size, kv_heads * kinds, head_dim),
         jnp.maximum(operands.kv_lengths, count)[order],

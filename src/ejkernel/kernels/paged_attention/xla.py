@@ -55,7 +55,7 @@ class Xla(Implementation[PagedCall]):
 
     def heuristic(self, call: PagedCall) -> XlaParams:
         """Return blocks that fit in the caches of a CPU, or tiles that fill an accelerator."""
-        on_cpu = (call.platform or compat.target_kind()) == "cpu"
+        on_cpu = (call.platform or compat.programs.target_kind()) == "cpu"
         pages = _block_pages(call, _BLOCK_TOKENS)
         tiles = 1 if on_cpu else max(1, min(call.table[0], _BLOCK_BYTES // _block_bytes(call, pages)))
         return XlaParams(block_pages=pages, tiles=tiles)

@@ -120,7 +120,7 @@ class Quantized:
         return given_scale("qvalue", array.qvalue, array.scale)
 
 
-compat.register_for_export(Quantized, "ejkernel.Quantized", json.dumps, lambda text: tuple(json.loads(text)))
+compat.programs.register_for_export(Quantized, "ejkernel.Quantized", json.dumps, lambda text: tuple(json.loads(text)))
 
 
 def quantize(
@@ -230,8 +230,8 @@ def _largest(x: jax.Array, block: Block) -> jax.Array:
 def _check_shards(x: jax.Array, block: Block) -> None:
     """Raise an `ArgumentError` if a block would be cut by the sharding of `x` over explicit mesh axes."""
     aval = jax.typeof(x)
-    mesh = compat.explicit_mesh([aval])
-    for axis, entry in enumerate(compat.spec_of(aval) if mesh is not None else ()):
+    mesh = compat.tracing.explicit_mesh([aval])
+    for axis, entry in enumerate(compat.partitioning.spec_of(aval) if mesh is not None else ()):
         shard, b = x.shape[axis] // math.prod(mesh.shape[name] for name in mesh_axes(entry)), block[axis]
         if b is not None and shard < x.shape[axis] and shard % b:
             raise ArgumentError(

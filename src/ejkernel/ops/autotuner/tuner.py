@@ -167,7 +167,7 @@ class Autotuner:
         cancellation = Cancellation()
         try:
             # The call may have been recorded under other settings of JAX than those in force here.
-            with process_session(task.policy), on_device_of(task.inv), compat.numerics(task.inv.numerics):
+            with process_session(task.policy), on_device_of(task.inv), compat.settings.numerics(task.inv.numerics):
                 data = tune_here(task, cancellation=cancellation, clock=self._clock)
         except TuningError:
             if cancellation.is_requested:  # the reason why nothing was measured

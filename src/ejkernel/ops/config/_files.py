@@ -165,12 +165,8 @@ def location(key: object) -> tuple[str, str, str]:
     """Return the two folder names and the file name of a key. A digest of the whole key makes the path unique."""
     text = identity(key)
     device, op, call = key if isinstance(key, ConfigKey) else ("", "", text)
-    return _known_slug(device), _known_slug(op), file_name(call, text)
-
-
-def file_name(call: str, text: str) -> str:
-    """Return the file name of a key, from the slug of its call and its `identity` (`text`)."""
-    return f"{slug(call)}-{hashlib.sha256(text.encode()).hexdigest()[:8]}{ENTRY}"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return _known_slug(device), _known_slug(op), f"{slug(call)}-{digest}{ENTRY}"
 
 
 def identity(key: object) -> str:

@@ -18,7 +18,7 @@ from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.messages.names import called_in_with
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import stable_json
-from ejkernel.ops.utils.weak_caches import MOST_RECORDS, Bounded, Copied
+from ejkernel.ops.utils.weak_caches import Copied, Records
 
 
 def key_and_config(arguments: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -50,7 +50,7 @@ class ConfigCache(Copied, Shown):
     def __init__(self) -> None:
         self._entries: dict[Hashable, Resolution[Any]] = {}
         # Bounded, because new static values keep adding these, and the next call repeats its lookup anyway.
-        self._provisional: Bounded[Resolution[Any]] = Bounded(MOST_RECORDS)
+        self._provisional = Records[Resolution[Any]]()
         self._answered_provisionally: set[Hashable] = set()  # operations
         self._lock = threading.Lock()
         # Weak references: a cache may outlive the executors that listen to it.

@@ -21,7 +21,6 @@ from typing import Any, Final, NamedTuple
 
 from ejkernel.ops.config._files import (
     UnusableError,
-    file_name,
     identity,
     location,
     or_unusable,
@@ -208,10 +207,9 @@ def found_entry(name: str, place: Traversable | str) -> tuple[str, StoredEntry] 
     entry = read_at(place)
     if entry is None:
         return None
-    canonical = identity(entry.key)
-    if file_name(entry.key.call if isinstance(entry.key, ConfigKey) else canonical, canonical) != name:
+    if location(entry.key)[-1] != name:
         raise UnusableError(f"it holds another key: {describe(entry.key)}")
-    return canonical, entry
+    return identity(entry.key), entry
 
 
 def read_at(

@@ -48,7 +48,6 @@ from ejkernel.ops.config.entries import (
 )
 from ejkernel.ops.config.misses import notes
 from ejkernel.ops.core.declared_names import why_not_decoded
-from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.messages.names import nearest
@@ -221,15 +220,43 @@ class PersistentCache(Shown):
         """
         parts, cfg_type = _split_type(key_and_type, cfg_type)
         key = key_of(parts)
-        return next((config for config in self._answers(key, lambda entry: decoded(entry, cfg_type))), None)
+        return next((config for config, _ in self.found(key, cfg_type)), None)
 
-    def found(self, key: ConfigKey, cfg_type: object = None) -> Iterator[tuple[Any, StoredEntry]]:
-        """Yield the usable configurations of a key with their entries; `get` returns the first."""
-        return self._answers(key, lambda entry: (decoded(entry, cfg_type), entry))
+    def found(
+        self,
+        key: object,
+        cfg_type: object = None,
+        *,
+        decode: Callable[[StoredEntry, object], Any] = decoded,
+        problem: Callable[[str], None] | None = None,
+    ) -> Iterator[tuple[Any, StoredEntry]]:
+        """Yield the usable configurations of a key with their entries; `get` returns the first.
+
+        Args:
+            key: The key.
+            cfg_type: The type to decode as; see `get`.
+            decode: Returns the configuration of an entry.
+            problem: Receives what is wrong with each unusable entry, instead of a warning.
+        """
+        canonical = identity(key)
+        for place, read in self._places(key, canonical):
+            try:
+                entry = read()
+                if entry is None:
+                    continue
+                check_key(entry, canonical)
+                config = decode(entry, cfg_type)
+            except UnusableError as error:
+                if problem is None:
+                    warn_of(place, error, _REMEDY)
+                else:
+                    problem(f"{place}: {error}")
+            else:
+                yield config, entry
 
     def load(self, *key: object) -> StoredEntry | None:
         """Return the whole entry of `load(key)` or `load(device, op, call)`, with the configuration as plain data."""
-        return next(self._answers(key_of(key), lambda entry: entry), None)
+        return next((entry for _, entry in self.found(key_of(key), decode=lambda entry, _: entry.config)), None)
 
     def __contains__(self, key: object) -> bool:
         return self.load(key) is not None
@@ -258,7 +285,7 @@ class PersistentCache(Shown):
     def problem(self, key: object, cfg_type: object = None) -> str | None:
         """Return why the entries of a key are unusable; `None` if it has no entry or a usable one."""
         problems: list[str] = []
-        found = next(self._answers(key_of((key,)), lambda entry: (decoded(entry, cfg_type),), problems.append), None)
+        found = next(self.found(key_of((key,)), cfg_type, problem=problems.append), None)
         return "; ".join(problems) or None if found is None else None
 
     def entries(self, operation: str | None = None) -> Iterator[tuple[Any, StoredEntry]]:
@@ -302,26 +329,6 @@ class PersistentCache(Shown):
                 yield from _all_in(layer, operation)
             elif layer is not None:
                 yield from ((identity(entry.key), entry) for entry in layer.entries(operation))
-
-    def _answers(
-        self, key: object, use: Callable[[StoredEntry], Any], problem: Callable[[str], None] | None = None
-    ) -> Iterator[Any]:
-        """Yield `use(entry)` for each usable entry of a key; report the others to `problem`, or warn of them."""
-        canonical = identity(key)
-        for place, read in self._places(key, canonical):
-            try:
-                entry = read()
-                if entry is None:
-                    continue
-                check_key(entry, canonical)
-                answer = use(entry)
-            except UnusableError as error:
-                if problem is None:
-                    warn_of(place, error, _REMEDY)
-                else:
-                    problem(f"{place}: {error}")
-            else:
-                yield answer
 
     def _places(self, key: object, canonical: str) -> Iterator[tuple[str, Callable[[], StoredEntry | None]]]:
         self._look_for_layers()

@@ -6,8 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any, ClassVar, Generic
 
 from ejkernel.ops.config.cache import ConfigCache, same_config
@@ -24,20 +23,9 @@ from ejkernel.ops.config.tiers.tier import Resolution as Resolution
 from ejkernel.ops.config.tiers.tier import Tier
 from ejkernel.ops.core.context import is_measuring
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import (
-    Kernel,
-    has_backward_heuristic,
-    overrides,
-    same_code,
-)
+from ejkernel.ops.core.kernel import Kernel, has_backward_heuristic, overrides, same_code
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
-from ejkernel.ops.errors import (
-    KernelWarning,
-    NoConfigError,
-    TuningWarning,
-    UnstableKeyError,
-    UnstableKeyWarning,
-)
+from ejkernel.ops.errors import KernelWarning, NoConfigError, TuningWarning, UnstableKeyError, UnstableKeyWarning
 from ejkernel.ops.registry import forget_missed, note_missed
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.error_text import printable
@@ -112,10 +100,6 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
     def store(self) -> Any:
         """The `MeasurementStore` beside `persistent`, read by searches; `None` without a `PersistentCache`."""
         return self._autotune.store_beside(self.persistent)
-
-    def subscribe(self, listener: Callable[[], None]) -> None:
-        """Call the bound method `listener` whenever an earlier answer becomes invalid."""
-        self.cache.subscribe(listener)
 
     def choose(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
         """Return the configuration for `inv`."""
@@ -275,14 +259,8 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
             warn(text, KernelWarning)
 
     def _consult(self, request: Request) -> Iterator[Consulted]:
-        for tier, ask in self._sources(request):
-            answer = ask()
-            if isinstance(answer, Consulted):
-                consulted = answer
-            elif isinstance(answer, Resolution):
-                consulted = Consulted(tier.name, answer)
-            else:
-                consulted = Consulted(tier.name, None, answer)
+        for tier, answer in self._answers(request):
+            consulted = answer if isinstance(answer, Consulted) else Consulted(tier.name, None, answer)
             if request.looks or self.faults is not None:
                 faults = self.faults or Faults()
                 consulted = faults.checked(consulted, request.inv, request.kernel, look=request.looks)
@@ -290,25 +268,25 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
             if consulted.resolution is not None:
                 return
 
-    def _sources(self, request: Request) -> Iterator[tuple[Tier, Callable[[], Answer]]]:
-        """Yield the tiers that may have an answer, in order, each with the function that asks it."""
-        yield tiers.OVERRIDE, request.override
-        yield tiers.OVERLAY, request.overlay
-        yield tiers.MEMORY, request.memory
-        yield tiers.PERSISTENT, partial(request.saved, tiers.PERSISTENT, "use")
-        yield tiers.SHIPPED, partial(request.shipped, tiers.SHIPPED)
+    def _answers(self, request: Request) -> Iterator[tuple[Tier, Answer]]:
+        """Yield the tiers that may have an answer, in order, each with its answer; a tier is asked in its turn."""
+        yield tiers.OVERRIDE, request.override()
+        yield tiers.OVERLAY, request.overlay()
+        yield tiers.MEMORY, request.memory()
+        yield tiers.PERSISTENT, request.saved(tiers.PERSISTENT, "use")
+        yield tiers.SHIPPED, request.shipped(tiers.SHIPPED)
         if getattr(self.persistent, "shared", ()):
-            yield tiers.SHARED, request.shared
-        yield tiers.AUTOTUNE, partial(self._from_tuning, request)
+            yield tiers.SHARED, request.shared()
+        yield tiers.AUTOTUNE, self._from_tuning(request)
         if request.policy.stale != StalePolicy():
-            yield tiers.STALE, partial(request.saved, tiers.STALE, "retune")
-        yield tiers.SISTER, partial(request.shipped, tiers.SISTER)
+            yield tiers.STALE, request.saved(tiers.STALE, "retune")
+        yield tiers.SISTER, request.shipped(tiers.SISTER)
         if request.inv.direction != "fwd":
-            yield tiers.FORWARD, partial(self._from_forward, request)
+            yield tiers.FORWARD, self._from_forward(request)
         if request.inv.platform == "tpu":  # only TPUs have tables and a simulator
-            yield tiers.PUBLISHED, request.published
-            yield tiers.ESTIMATED, request.estimated
-        yield tiers.HEURISTIC, request.heuristic
+            yield tiers.PUBLISHED, request.published()
+            yield tiers.ESTIMATED, request.estimated()
+        yield tiers.HEURISTIC, request.heuristic()
 
     def _from_tuning(self, request: Request) -> Answer:
         if not request.policy.autotune:
@@ -321,12 +299,13 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
             return "would measure the candidates"
 
         def known() -> Resolution[Any] | None:
-            found = request.memory()
+            answer = request.memory()
+            found = answer.resolution if isinstance(answer, Consulted) else None
             # A saved configuration was asked for before, and may be known not to run.
-            return found if isinstance(found, Resolution) and not found.tier.is_saved else None
+            return None if found is None or found.tier.is_saved else found
 
         found: Resolution[Any] | str = self._autotune.answer(self, request.inv, request.kernel, request.policy, known)
-        return found
+        return found if isinstance(found, str) else Consulted(tiers.AUTOTUNE.name, found)
 
     def _refuse_to_tune(self, request: Request) -> str:
         """Return why a program of several processes tunes nothing: the others would wait for this process."""
@@ -346,5 +325,6 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
             found = consulted.resolution
             if found is not None and not found.tier.is_provisional:
                 # an overlay's configuration holds only inside its block
-                return request.answer(found.config, tiers.OVERLAY if found.tier is tiers.OVERLAY else tiers.FORWARD)
+                source = tiers.OVERLAY if found.tier is tiers.OVERLAY else tiers.FORWARD
+                return Consulted(tiers.FORWARD.name, Resolution(found.config, source.name, request.key))
         return "its forward call has no measured configuration either"

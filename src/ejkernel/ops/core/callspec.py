@@ -55,6 +55,7 @@ class CallSpec:
         method: The requested way to run the call (`"shard_map"`), or `None`.
         treedef: Structure of `(args, kwargs)`.
         held: Functions that return the kernel and the leaves; arrays are replaced by a placeholder.
+        num_arrays: The number of arrays of the call.
     """
 
     # Calls are compared by token: `==` equates the leaves 1, 1.0 and True, and fails for arrays in static values.
@@ -62,16 +63,11 @@ class CallSpec:
     method: str | None
     treedef: Any = dataclasses.field(compare=False, repr=False)
     held: tuple[Held, ...] = dataclasses.field(compare=False, repr=False)
+    num_arrays: int = dataclasses.field(compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A PyTreeDef with nodes of the user's own classes cannot be pickled, but the tree itself can.
         return _restored, (self.kernel, jax.tree.unflatten(self.treedef, self.statics), self.method)
-
-    def __hash__(self) -> int:
-        known: int | None = self.__dict__.get("_hash")  # JAX hashes a call at every lookup in its caches
-        if known is None:
-            known = self.__dict__["_hash"] = hash((self.token, self.method))
-        return known
 
     @property
     def kernel(self) -> Any:
@@ -82,11 +78,6 @@ class CallSpec:
     def statics(self) -> tuple[Any, ...]:
         """The leaves, with a placeholder for each array."""
         return tuple(hold() for hold in self.held[1:])
-
-    @functools.cached_property
-    def num_arrays(self) -> int:
-        """The number of arrays of the call."""
-        return [hold is _placeholder for hold in self.held].count(True)
 
     @functools.cached_property
     def structure(self) -> tuple[Any, tuple[bool, ...]]:
@@ -274,7 +265,8 @@ def take_apart(
         else:
             # Copy a set: calls compare sets by content, and the user may change the set before the call is lowered.
             held.append(_placeholder if leaf is _PLACEHOLDER else Strong(set(leaf) if type(leaf) is set else leaf))
-    return CallSpec((by_is(kernel), tokens_of(tree)), method, treedef, tuple(held)), arrays
+    count = sum(hold is _placeholder for hold in held)  # of a pickled call, the leaves are placeholders already
+    return CallSpec((by_is(kernel), tokens_of(tree)), method, treedef, tuple(held), count), arrays
 
 
 def tokens_of(tree: Any) -> Hashable:

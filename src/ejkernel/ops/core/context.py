@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Hashable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ejkernel import compat
 
@@ -42,42 +42,38 @@ class Scope:
     recording: tuple[int, ...] = ()
 
 
-class Settings(NamedTuple):
-    """The settings under which a call was traced; it is resolved and computed under the same settings.
-
-    Attributes:
-        numerics: JAX's settings.
-        scope: Ours: overlays, policies and recorders.
-    """
-
-    numerics: compat.Numerics
-    scope: Scope
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Apply these settings inside the `with` block."""
-        with contextlib.ExitStack() as stack:
-            # This runs for every traced call, and in most programs nothing differs.
-            if self.numerics != compat.numerics_in_force():
-                stack.enter_context(compat.numerics(self.numerics))
-            if self.scope != current_scope():
-                stack.enter_context(entered(self.scope))
-            yield
-
-
-def settings_in_force() -> Settings:
-    """Return the settings of this thread."""
-    return Settings(compat.numerics_in_force(), current_scope())
-
-
 # Created at import: JAX documents that creating a context is not thread-safe.
-_context = compat.make_user_context(Scope())
+_context = compat.tracing.make_user_context(Scope())
 
 
 def current_scope() -> Scope:
     """Return the scope of this thread."""
     scope: Scope = _context.value
     return scope
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings under which a call was traced; it is resolved and computed under the same settings.
+
+    Attributes:
+        numerics: JAX's settings; by default those of this thread.
+        scope: Ours: overlays, policies and recorders; by default those of this thread.
+    """
+
+    numerics: compat.settings.Numerics = dataclasses.field(default_factory=compat.settings.numerics_in_force)
+    scope: Scope = dataclasses.field(default_factory=current_scope)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Apply these settings inside the `with` block."""
+        with contextlib.ExitStack() as stack:
+            # This runs for every traced call, and in most programs nothing differs.
+            if self.numerics != compat.settings.numerics_in_force():
+                stack.enter_context(compat.settings.numerics(self.numerics))
+            if self.scope != current_scope():
+                stack.enter_context(entered(self.scope))
+            yield
 
 
 @contextlib.contextmanager

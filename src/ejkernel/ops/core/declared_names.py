@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from ejkernel.ops.core.hooks import Computation, hook, run_forms
+from ejkernel.ops.core.hooks import Computation, heuristic_config, run_forms
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of
 from ejkernel.ops.core.types import Cfg, Out
@@ -48,14 +48,18 @@ def names_of(kernel: Kernel[Cfg, Out]) -> Names:
     return names
 
 
-def note_config_types(inv: Invocation[Cfg, Out], kernel: Computation[Cfg, Out]) -> None:
-    """Let files name the configuration type that the kernel's heuristic returns, if the kernel class declares none."""
-    if kernel.config_type is not None:
-        return
+def config_type_of(inv: Invocation[Cfg, Out], kernel: Computation[Cfg, Out] | None) -> type | None:
+    """Return the configuration type that the kernel class declares.
+
+    If it declares none, files may name the type that the kernel's heuristic returns from then on.
+    """
+    if kernel is None or kernel.config_type is not None:
+        return None if kernel is None else kernel.config_type
     try:
-        note_type(type(hook(kernel, "heuristic_cfg", inv.platform)(inv)))
+        note_type(type(heuristic_config(kernel, inv)))
     except Exception as error:  # noqa: BLE001 - the heuristic runs again later, and raises its errors to the caller
         logger.debug("%s: the type of its configurations is unknown: %s", inv.op_id, error)
+    return None
 
 
 def check_kind(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out], config: object, what: str) -> None:
@@ -81,7 +85,7 @@ def check_kind(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out], config: obje
 
 def _other_kind(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out], config: object) -> type | None:
     """Return the class of the kernel's configurations; `None` if `config` is such a configuration."""
-    heuristic = hook(kernel, "heuristic_cfg", inv.platform)(inv)
+    heuristic = heuristic_config(kernel, inv)
     if _is_like(config, heuristic):
         return None
     names = Names()

@@ -72,14 +72,11 @@ def rebuild(description: object, *, key: str | None = None, op: str | None = Non
 
 
 def _rebuilt(
-    kernel: Kernel[Any, Any],
-    data: dict[str, Any],
-    steps: Sequence[tuple[list[Any], dict[str, Any]]],
-    key: str | None,
+    kernel: Kernel[Any, Any], data: dict[str, Any], steps: Sequence[tuple[list[Any], dict[str, Any]]], key: str | None
 ) -> Invocation[Any, Any]:
     try:
         # Settings are part of the key and affect the trace: use the description's, not those of this process.
-        with compat.numerics(_numerics(data)):
+        with compat.settings.numerics(_numerics(data)):
             inv = _invocation(kernel, data, steps).abstract()
             description, call_key = inv.description, inv.call_key
     except DescriptionError:
@@ -160,9 +157,9 @@ def _invocation(
     return invocation_of(builder.node, builder.types, platform=device_kind())
 
 
-def _numerics(data: dict[str, Any]) -> compat.Numerics:
+def _numerics(data: dict[str, Any]) -> compat.settings.Numerics:
     """Return the settings in a description; missing settings have JAX's defaults."""
-    return compat.numerics_in_force()._replace(
+    return compat.settings.numerics_in_force()._replace(
         default_matmul_precision=data.get("precision"),
         enable_x64=data.get("x64", False),
         default_prng_impl=data.get("prng", DEFAULT_PRNG),

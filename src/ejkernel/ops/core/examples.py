@@ -266,6 +266,6 @@ def stacked(examples: list[list[Any]], levels: Sequence[tuple[Any, int]]) -> lis
 def stack(arrays: Sequence[jax.Array], axis: int) -> Any:
     """Stack arrays along a new axis; small arrays are stacked on the host, which compiles nothing."""
     first = arrays[0]
-    if first.size > LARGE or compat.dtypes.issubdtype(first.dtype, compat.dtypes.prng_key):
+    if first.size > LARGE or compat.tracing.dtypes.issubdtype(first.dtype, compat.tracing.dtypes.prng_key):
         return jnp.stack(arrays, axis)
     return jax.device_put(np.stack([np.asarray(array) for array in arrays], axis))

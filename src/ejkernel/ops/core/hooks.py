@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import inspect
 import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, Self
 
 from ejkernel import compat
@@ -64,7 +63,9 @@ class Computation(Noted, Generic[Cfg, Out]):
                 f"{cls.__name__}.version must be ASCII letters, digits, '_' or '.', got {version!r}; keys and "
                 "labels contain it."
             )
-        _warn_of_misspelt_hooks(cls)
+        interface = getattr(cls, "_interface", None)  # not yet for `Kernel`
+        if interface is not None and not cls.__module__.startswith("ejkernel."):
+            warn_of_misspelt_hooks(cls, (interface, Computation), _USUAL_NAMES)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Create a kernel, unless the arguments are those of a call."""
@@ -220,12 +221,6 @@ def _named_config_type(cls: type[Computation[Any, Any]]) -> type | None:
     return None
 
 
-def _warn_of_misspelt_hooks(cls: type[Computation[Any, Any]]) -> None:
-    interface = getattr(cls, "_interface", None)
-    if interface is not None and not cls.__module__.startswith("ejkernel."):
-        warn_of_misspelt_hooks(cls, (interface, Computation), _USUAL_NAMES)
-
-
 def warn_of_misspelt_hooks(
     cls: type, interfaces: Sequence[type], usual: Mapping[str, tuple[str, ...]], *, what: str = "hook"
 ) -> None:
@@ -296,24 +291,15 @@ def has_gradient_rule(kernel: Computation[Cfg, Out]) -> bool:
     return overrides(kernel, "custom_vjp") or writes_residual_form(kernel)
 
 
-def hook(kernel: Computation[Cfg, Out], name: str, platform: str, config: object = None) -> Callable[..., Any]:
-    """Return the form of hook `name` for `platform` and `config`, with a check of its result.
+def form_of(kernel: Computation[Cfg, Out], name: str, platform: str, config: object = None) -> str:
+    """Return the name of the method that is the form of hook `name` for `platform` and `config`.
 
     Raises:
         UnsupportedError: `config.platform` names a form that the platform or the kernel does not have.
         KernelError: The kernel does not have the hook in any form.
     """
-    form = _form(kernel, name, platform, config)
-    check = _CHECKS.get(name)
-    if check is not None:
-        return functools.partial(check, kernel, form, name)
-    return typing.cast(Callable[..., Any], getattr(kernel, form))
-
-
-def _form(kernel: Computation[Cfg, Out], name: str, platform: str, config: object) -> str:
-    """Return the name of the form; see `hook`."""
     kind = platform_kind(platform)
-    forms = _FORMS_ON_AMD if kind == "gpu" and compat.lowers_for_amd() else _FORMS.get(kind, (kind, "xla"))
+    forms = _FORMS_ON_AMD if kind == "gpu" and compat.programs.lowers_for_amd() else _FORMS.get(kind, (kind, "xla"))
     asked = getattr(config, "platform", None)
     if asked is not None and asked != "auto":
         return _asked_form(kernel, name, str(asked), kind, forms)
@@ -380,22 +366,24 @@ def check_config(kernel: Computation[Cfg, Out], config: object, name: str = "cfg
     kernel._check_cfg(config, name)
 
 
-def _of_direction(kernel: Computation[Cfg, Out], form: str, name: str, inv: _Directed) -> str:
-    """Return the name of the backward's hook if `inv` is a backward call and the kernel has that hook; else `form`."""
-    # Both names of the forward's space, `config_space` and `candidate_cfgs`, map to `bwd_config_space`.
-    own = f"bwd_{name}".replace("candidate_cfgs", "config_space")
-    backward = _form(kernel, own, inv.platform, None) if inv.direction == "bwd" else form
-    return backward if overrides(kernel, backward) else form
+def _form_for(kernel: Computation[Cfg, Out], name: str, inv: _Directed) -> str:
+    """Return the form of a hook for a call: for a backward call the backward's own hook, if the kernel has it."""
+    if inv.direction == "bwd":
+        # Both names of the forward's space, `config_space` and `candidate_cfgs`, map to `bwd_config_space`.
+        own = form_of(kernel, f"bwd_{name}".replace("candidate_cfgs", "config_space"), inv.platform)
+        if overrides(kernel, own):
+            return own
+    return form_of(kernel, name, inv.platform)
 
 
 def has_backward_heuristic(kernel: Computation[Cfg, Out], platform: str) -> bool:
     """Return whether the kernel has a heuristic for the backward call."""
-    return overrides(kernel, _form(kernel, "bwd_heuristic_cfg", platform, None))
+    return overrides(kernel, form_of(kernel, "bwd_heuristic_cfg", platform))
 
 
-def _heuristic_config(kernel: Computation[Cfg, Out], form: str, name: str, inv: _Directed) -> Any:
-    """Return the result of a form of `heuristic_cfg`, checked."""
-    form = _of_direction(kernel, form, name, inv)
+def heuristic_config(kernel: Computation[Cfg, Out], inv: _Directed) -> Any:
+    """Return the configuration of the kernel's heuristic for a call, checked."""
+    form = _form_for(kernel, "heuristic_cfg", inv)
     config = asked(f"{kernel.op_id}: {form}", getattr(kernel, form), inv)
     if config is None:
         raise ConfigError(
@@ -406,18 +394,15 @@ def _heuristic_config(kernel: Computation[Cfg, Out], form: str, name: str, inv: 
     return config
 
 
-def _candidates(kernel: Computation[Cfg, Out], form: str, name: str, inv: _Directed) -> Collection[Any]:
-    """Return the result of a form of `config_space`, checked."""
-    form = _of_direction(kernel, form, name, inv)
+def candidates(kernel: Computation[Cfg, Out], name: str, inv: _Directed) -> Collection[Any]:
+    """Return the kernel's candidates for a call from the hook `name`, `config_space` or `candidate_cfgs`, checked."""
+    form = _form_for(kernel, name, inv)
     answer = asked(f"{kernel.op_id}: {form}", getattr(kernel, form), inv)
     found = check_candidates(answer, f"{kernel.op_id}: the result of {form}")
     if isinstance(found, Sequence):  # only lists: a `ConfigSpace` may be too large to iterate over
         for index, config in enumerate(found):
             check_config(kernel, config, f"item {index} of the result of {form}")
     return found
-
-
-_CHECKS = {"heuristic_cfg": _heuristic_config, "config_space": _candidates, "candidate_cfgs": _candidates}
 
 
 def same_code(left: Computation[Cfg, Out], right: Computation[Cfg, Out]) -> bool:

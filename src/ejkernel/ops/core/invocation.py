@@ -17,7 +17,7 @@ import jax
 from ejkernel import compat
 from ejkernel.ops.core.bucketing import Bucket, StandIn, checked_stand_in, not_idempotent
 from ejkernel.ops.core.callspec import take_apart, without_defaults
-from ejkernel.ops.core.hooks import PLATFORMS, Computation, hook, overrides
+from ejkernel.ops.core.hooks import PLATFORMS, Computation, form_of, heuristic_config, overrides
 from ejkernel.ops.core.transformations.batching import Level, Vmapped, unbatched
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
@@ -79,12 +79,14 @@ class Invocation(Generic[Cfg, Out]):
     method: str | None = None
     device: str = ""
     precision: str | None = dataclasses.field(
-        default_factory=lambda: compat.numerics_in_force().default_matmul_precision
+        default_factory=lambda: compat.settings.numerics_in_force().default_matmul_precision
     )
-    x64: bool = dataclasses.field(default_factory=lambda: compat.numerics_in_force().enable_x64)
-    prng: str = dataclasses.field(default_factory=lambda: compat.numerics_in_force().default_prng_impl)
-    promotion: str = dataclasses.field(default_factory=lambda: compat.numerics_in_force().numpy_dtype_promotion.value)
-    span: compat.Span | None = dataclasses.field(default=None, repr=False)
+    x64: bool = dataclasses.field(default_factory=lambda: compat.settings.numerics_in_force().enable_x64)
+    prng: str = dataclasses.field(default_factory=lambda: compat.settings.numerics_in_force().default_prng_impl)
+    promotion: str = dataclasses.field(
+        default_factory=lambda: compat.settings.numerics_in_force().numpy_dtype_promotion.value
+    )
+    span: compat.processes.Span | None = dataclasses.field(default=None, repr=False)
     array_types: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(default=(), repr=False)
     _node: Node | None = dataclasses.field(default=None, repr=False)
 
@@ -123,9 +125,9 @@ class Invocation(Generic[Cfg, Out]):
         return suffix.rpartition(".")[2] if suffix else "fwd"
 
     @property
-    def numerics(self) -> compat.Numerics:
+    def numerics(self) -> compat.settings.Numerics:
         """JAX's settings for the call."""
-        return compat.numerics_in_force()._replace(
+        return compat.settings.numerics_in_force()._replace(
             default_matmul_precision=self.precision,
             enable_x64=self.x64,
             default_prng_impl=self.prng,
@@ -235,7 +237,7 @@ class Invocation(Generic[Cfg, Out]):
         # A function, because the heuristic is needed only where residuals or results must be traced. Their types are
         # the same under every configuration.
         def heuristic(*_: object) -> tuple[Any, str]:
-            return hook(self.node.spec.kernel, "heuristic_cfg", self.platform)(self.forward or self), self.platform
+            return heuristic_config(self.node.spec.kernel, self.forward or self), self.platform
 
         return tuple(self.node.argument_types(Choice(platform=self.platform, config_for_types=heuristic), own))
 
@@ -266,11 +268,14 @@ class Invocation(Generic[Cfg, Out]):
             axes = self.batch_axes or ()
             levels = zip(reversed(axes), reversed(self.batch_sizes or (None,) * len(axes)), strict=True)
             optional["steps"] = [["vmap", size, list(level)] for level, size in levels]
-        described = {
-            "op": self.op_id_v,
-            "args": self._described(tuple(args)),
-            "kwargs": {name: self._described(value, name) for name, value in sorted(kwargs.items())},
-        }
+        named = sorted(kwargs.items())
+        try:
+            described = {"op": self.op_id_v, "args": describe(args)}
+            described["kwargs"] = {name: describe(value) for name, value in named}
+        except UnstableKeyError as error:
+            arguments = [(f"argument {index}", value) for index, value in enumerate(args)] + named
+            culprit = next((name for name, value in arguments if not _is_stable(value)), "")
+            raise UnstableKeyError(f"{self.op_id}: {culprit}: {error}") from error
         # Empty fields are left out, so that keys of other calls stay the same when a field is added.
         return described | {name: value for name, value in optional.items() if value}
 
@@ -288,18 +293,6 @@ class Invocation(Generic[Cfg, Out]):
             args, kwargs = spec.join([abstract(array) for array in arrays])
         kept, rest = without_defaults(self.kernel, args, kwargs)
         return args, kwargs, {"args": len(args) - len(kept), "kwargs": sorted(kwargs.keys() - rest.keys())}
-
-    def _described(self, value: Any, name: str = "") -> Any:
-        """Return the description of a keyword argument, or of all positional arguments.
-
-        Raises:
-            UnstableKeyError: An argument has no stable name; the message names the argument.
-        """
-        try:
-            return describe(value)
-        except UnstableKeyError as error:
-            culprit = name or next((f"argument {i}" for i, item in enumerate(value) if not _is_stable(item)), "")
-            raise UnstableKeyError(f"{self.op_id}: {culprit}: {error}") from error
 
     @functools.cached_property
     def call_key(self) -> str:
@@ -375,14 +368,14 @@ def invocation_of(node: Node, avals: Sequence[HasType], *, platform: str, overri
         override_cfg=override,
         method=node.spec.method,
         device=platform_fingerprint(platform),
-        span=compat.program_span(),
+        span=compat.programs.program_span(),
         array_types=tuple(abstract(aval) for aval in avals),
         _node=node if node.suffix else node.forward,  # a forward with residuals shares the plain forward's key
     )
 
 
 def config_for_types(
-    inv: Invocation[Any, Any], platform: str, choose: Callable[[Invocation[Any, Any]], Any]
+    inv: Invocation[Any, Any], platform: str, resolve: Callable[[Invocation[Any, Any]], Any]
 ) -> tuple[Any, str]:
     """Return any configuration that is valid for finding the call's types, and a platform on which it runs.
 
@@ -393,7 +386,7 @@ def config_for_types(
     Args:
         inv: The call, with the caller's `cfg=`, if any.
         platform: The preferred platform.
-        choose: Returns any configuration for a kernel without a heuristic.
+        resolve: Finds a configuration for a kernel without a heuristic.
 
     Raises:
         NoConfigError: No platform has a configuration; the message is for the preferred platform.
@@ -408,10 +401,10 @@ def config_for_types(
             config = inv.override_cfg
             if config is None:
                 with contextlib.suppress(NoConfigError):
-                    config = hook(inv.kernel, "heuristic_cfg", each)(there)
+                    config = heuristic_config(inv.kernel, there)
             if config is None:
-                config = choose(there)
-            hook(inv.kernel, "run", each, config)  # raises if the platform has no form of `run`
+                config = resolve(there).config
+            form_of(inv.kernel, "run", each, config)  # raises if the platform has no form of `run`
         except (NoConfigError, UnsupportedError) as error:
             refused.append(error)
         else:

@@ -15,11 +15,11 @@ import numpy as np
 
 from ejkernel.ops.core.callspec import prepared as prepared
 from ejkernel.ops.core.callspec import with_python_numbers as with_python_numbers
-from ejkernel.ops.core.hooks import Computation, _form, no_instance
+from ejkernel.ops.core.hooks import Computation, candidates, form_of, no_instance
 from ejkernel.ops.core.hooks import check_config as check_config
 from ejkernel.ops.core.hooks import has_backward_heuristic as has_backward_heuristic
 from ejkernel.ops.core.hooks import has_gradient_rule as has_gradient_rule
-from ejkernel.ops.core.hooks import hook as hook
+from ejkernel.ops.core.hooks import heuristic_config as heuristic_config
 from ejkernel.ops.core.hooks import overrides as overrides
 from ejkernel.ops.core.hooks import run_forms as run_forms
 from ejkernel.ops.core.hooks import same_code as same_code
@@ -76,9 +76,8 @@ class Kernel(Computation[Cfg, Out]):
 
     def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
         """Return a good configuration without measuring; by default the first candidate."""
-        if not overrides(self, _form(self, "config_space", inv.platform, None)) and not overrides(
-            self, "candidate_cfgs"
-        ):
+        hooks = (form_of(self, "config_space", inv.platform), "candidate_cfgs")
+        if not any(overrides(self, hook) for hook in hooks):
             raise NoConfigError(self.op_id, ("heuristic",))
         with named(self.op_id):
             for first in candidates_of(self, inv):
@@ -87,11 +86,11 @@ class Kernel(Computation[Cfg, Out]):
 
     def config_space(self, inv: Invocation[Cfg, Out]) -> Collection[Cfg]:
         """Return the configurations that tuning tries, a list or a `ConfigSpace`; by default only the heuristic's."""
-        return [hook(self, "heuristic_cfg", inv.platform)(inv)]
+        return [heuristic_config(self, inv)]
 
     def candidate_cfgs(self, inv: Invocation[Cfg, Out]) -> Collection[Cfg]:
         """Alias of `config_space`."""
-        return typing.cast(Collection[Cfg], hook(self, "config_space", inv.platform)(inv))
+        return candidates(self, "config_space", inv)
 
     def bwd_heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
         """Return a good configuration for the backward call; by default that of `heuristic_cfg`.
@@ -99,12 +98,12 @@ class Kernel(Computation[Cfg, Out]):
         A kernel with this hook uses it for untuned backward calls, instead of the configuration tuned for the forward.
         Forward and backward share one configuration type, which may have fields for only one of them.
         """
-        # Not `hook`, which prefers the backward's own form: a subclass would recurse.
-        return typing.cast(Cfg, getattr(self, _form(self, "heuristic_cfg", inv.platform, None))(inv))
+        # Not `heuristic_config`, which prefers the backward's own form: a subclass would recurse.
+        return typing.cast(Cfg, getattr(self, form_of(self, "heuristic_cfg", inv.platform))(inv))
 
     def bwd_config_space(self, inv: Invocation[Cfg, Out]) -> Collection[Cfg]:
         """Return the configurations that tuning tries for the backward call; by default `config_space`."""
-        return typing.cast(Collection[Cfg], getattr(self, _form(self, "config_space", inv.platform, None))(inv))
+        return typing.cast(Collection[Cfg], getattr(self, form_of(self, "config_space", inv.platform))(inv))
 
     def bucket(self, inv: Invocation[Cfg, Out]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return the arguments that represent the call in its key; by default its own.
@@ -230,8 +229,7 @@ def kernel_of(inv: Invocation[Cfg, Out]) -> Kernel[Cfg, Out]:
 
 def candidates_of(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out]) -> Collection[Any]:
     """Return the kernel's candidates for `inv`, from `candidate_cfgs` or `config_space`."""
-    name = "candidate_cfgs" if overrides(kernel, "candidate_cfgs") else "config_space"
-    return typing.cast(Collection[Any], hook(kernel, name, inv.platform)(inv))
+    return candidates(kernel, "candidate_cfgs" if overrides(kernel, "candidate_cfgs") else "config_space", inv)
 
 
 _SHOWN: Final = 3  # configurations of a space in a message

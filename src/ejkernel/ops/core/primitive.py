@@ -17,7 +17,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from ejkernel import compat
-from ejkernel.ops.core.context import Settings, settings_in_force
+from ejkernel.ops.core.context import Settings
 from ejkernel.ops.core.hooks import has_gradient_rule, has_residual_form, overrides, platform_to_trace_for
 from ejkernel.ops.core.invocation import Invocation, config_for_types
 from ejkernel.ops.core.sharding.lowering import Extent, SplitCall, explicit_split, lower_split
@@ -40,8 +40,8 @@ class Body(Protocol):
         """The computation, if the trace for the call's types is complete; else `None`."""
 
     @property
-    def scope(self) -> str:
-        """The name of the computation in profiles."""
+    def inv(self) -> Invocation[Any, Any]:
+        """The call as its kernel sees it; profiles show the name of its operation."""
 
     def compute(self, *arrays: Any) -> Sequence[Any]:
         """Compute the results, with the label."""
@@ -57,20 +57,14 @@ class Host(Protocol):
     def generation(self) -> int:
         """A number that changes when eager programs must be compiled again."""
 
-    def body_of(
-        self,
-        call: Call,
-        platform: str,
-        avals: Sequence[HasType],
-        expected: Sequence[HasType] | None,
-    ) -> Body:
+    def body_of(self, call: Call, platform: str, avals: Sequence[HasType], expected: Sequence[HasType] | None) -> Body:
         """Resolve the call's configuration; check the types of the results against `expected`."""
 
     def digest_of(self, call: Call, platform: str, avals: Sequence[HasType]) -> str:
         """Return a digest of a call that splits itself, and of everything that affects how its shards run."""
 
-    def choose_for_types(self, inv: Invocation[Any, Any]) -> Any:
-        """Return any configuration for a kernel that has no heuristic."""
+    def resolve(self, inv: Invocation[Any, Any]) -> Any:
+        """Return the configuration of a call, with the tier that gave it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +92,7 @@ class Call:
     node: Node
     linear: int = 0
     override: Override | None = None
-    settings: Settings = dataclasses.field(default_factory=settings_in_force)
+    settings: Settings = dataclasses.field(default_factory=Settings)
     extent: Extent = Extent.WHOLE
 
     def __hash__(self) -> int:
@@ -138,14 +132,14 @@ class Types:
     trees: list[Any] = dataclasses.field(default_factory=list)
     config: Any = None
     platform: str = ""
-    answers: compat.Answers = dataclasses.field(default_factory=dict)
+    answers: compat.programs.Answers = dataclasses.field(default_factory=dict)
     jaxpr: Any = None
     effects: Any = None
     avals: Sequence[HasType] = ()
     gathered: bool = False
 
 
-call_p = compat.Primitive("ejkernel_call")
+call_p = compat.tracing.Primitive("ejkernel_call")
 call_p.multiple_results = True
 
 
@@ -167,33 +161,35 @@ def types_of(call: Call, avals: Sequence[HasType]) -> Types:
         known = known_types(call, avals)
         if known is not None:
             return known
-        found, key = _traced(call.weak, avals), (tuple(avals), compat.trace_context())
+        mesh = compat.tracing.explicit_mesh(avals) if call.extent is Extent.WHOLE else None
+        found = _traced(call.weak, avals) if mesh is None else _traced_over(mesh, call.weak, avals)
+        key = (tuple(avals), compat.tracing.trace_context())
     return _traces.of(call.node.spec.kernel).keep(call.weak, Bounded()).keep(key, found)
 
 
 def known_types(call: Call, avals: Sequence[HasType]) -> Types | None:
     """Return the cached result of `types_of`, or `None`."""
     found = _traces.of(call.node.spec.kernel).get(call.weak)
-    return None if found is None else found.get((tuple(avals), compat.trace_context()))
+    return None if found is None else found.get((tuple(avals), compat.tracing.trace_context()))
 
 
-def _traced(call: Call, avals: Sequence[HasType]) -> Types:
-    mesh = compat.explicit_mesh(avals) if call.extent is Extent.WHOLE else None
-    if mesh is None:
-        return _traced_as_it_is(call, avals)
+def _traced_over(mesh: Any, call: Call, avals: Sequence[HasType]) -> Types:
+    """Trace a call on arrays that are sharded over the explicit axes of a mesh."""
     may_split = overrides(call.node.spec.kernel, "sharding_rule")
     if not may_split:
-        with contextlib.suppress(compat.ShardingTypeError):  # the kernel gets whole arrays if JAX rejects shards
-            return _traced_as_it_is(call, avals)
+        with contextlib.suppress(
+            compat.partitioning.ShardingTypeError
+        ):  # the kernel gets whole arrays if JAX rejects shards
+            return _traced(call, avals)
     # JAX rejects some operations on arrays sharded over explicit axes, such as `dynamic_update_slice`. So trace with
     # whole arrays, and then add the shardings of the split to the result types.
     with jax.sharding.use_abstract_mesh(mesh):
-        types = _traced_as_it_is(call, [compat.whole(aval) for aval in avals])
+        types = _traced(call, [compat.partitioning.whole(aval) for aval in avals])
     split = explicit_split(call.node, avals, types.avals)
     return dataclasses.replace(types, avals=split.typed(types.avals), gathered=not may_split)
 
 
-def _traced_as_it_is(call: Call, avals: Sequence[HasType]) -> Types:
+def _traced(call: Call, avals: Sequence[HasType]) -> Types:
     platform = platform_to_trace_for(call.node.spec.kernel, jax.default_backend())
     types = Types(platform=platform)
 
@@ -204,7 +200,7 @@ def _traced_as_it_is(call: Call, avals: Sequence[HasType]) -> Types:
         inv: Invocation[Any, Any] = Invocation(
             kernel=spec.kernel, args=args, kwargs=kwargs, method=spec.method, override_cfg=insisted
         )
-        types.config, types.platform = config_for_types(inv, platform, call.host().choose_for_types)
+        types.config, types.platform = config_for_types(inv, platform, call.host().resolve)
         return types.config, types.platform
 
     def as_call(node: Node) -> Callable[..., Any]:
@@ -212,13 +208,13 @@ def _traced_as_it_is(call: Call, avals: Sequence[HasType]) -> Types:
 
     choice = Choice(platform=platform, config_for_types=pick, as_call=as_call, trees=types.trees)
     # Use the platform of this process, even for a call inside a kernel being lowered for another platform.
-    with compat.not_lowering(types.answers):
-        jaxpr = compat.traced(call.node.flat(choice), avals)
+    with compat.programs.program_under_way(answers=types.answers):
+        jaxpr = compat.tracing.traced(call.node.flat(choice), avals)
     # JAX transforms only the arguments of a call: a closed-over tracer would lose its gradient and batch axis.
     foreign = [jax.typeof(const) for const in jaxpr.consts if isinstance(const, jax.core.Tracer)]
     if foreign:
         raise _closed_over(call, foreign)
-    types.jaxpr, types.effects, types.avals = jaxpr, compat.outer_effects(jaxpr), jaxpr.out_avals
+    types.jaxpr, types.effects, types.avals = jaxpr, compat.tracing.outer_effects(jaxpr), jaxpr.out_avals
     if not types.avals and not types.effects and isinstance(call.node, Forward):
         raise KernelError(f"{call.node.spec.kernel.op_id}: run returned no array and has no effect; add its `return`.")
     return types
@@ -239,7 +235,7 @@ def _abstract_eval(*avals: HasType, call: Call) -> tuple[Sequence[HasType], Any]
 
 
 def _impl(*arrays: jax.Array, call: Call) -> Sequence[Any]:
-    if compat.jit_disabled() or compat.looks_for_nans():  # a jitted function would call this function forever
+    if compat.settings.avoids_jit():  # a jitted function would call this function forever
         return _compute(call, platform_of(arrays), *arrays)
     # Calls under an eager `vmap` or gradient come here. When an earlier configuration no longer applies, the
     # generation changes, and the program compiled for the old generation is dropped.
@@ -260,14 +256,18 @@ def _compute(call: Call, platform: str, *arrays: jax.Array) -> Sequence[Any]:
 def _lower(ctx: Any, *values: Any, call: Call) -> Any:
     platforms = ctx.module_context.platforms
     if len(platforms) > 1:
-        return compat.lower_each_platform(ctx, functools.partial(_lower, call=call), *values)
+        return compat.programs.lower_each_platform(ctx, functools.partial(_lower, call=call), *values)
     # A program may be lowered outside the `with` block, or on another thread, than its trace.
-    with call.settings.entered(), compat.lowering(ctx), compat.pointing_at_the_call(EjkernelError):
+    with (
+        call.settings.entered(),
+        compat.programs.program_under_way(ctx),
+        compat.programs.pointing_at_the_call(EjkernelError),
+    ):
         if call.extent is Extent.LOCAL:
-            with compat.on_one_device():
-                return _lower_here(compat.without_frames(ctx), *values, call=call, platform=platforms[0])
-        is_explicit = call.extent is Extent.WHOLE and compat.explicit_mesh(ctx.avals_in) is not None
-        if not is_explicit and not compat.is_partitioned():
+            with compat.partitioning.on_one_device():
+                return _lower_here(compat.partitioning.without_frames(ctx), *values, call=call, platform=platforms[0])
+        is_explicit = call.extent is Extent.WHOLE and compat.tracing.explicit_mesh(ctx.avals_in) is not None
+        if not is_explicit and not compat.programs.is_partitioned():
             return _lower_here(ctx, *values, call=call, platform=platforms[0])
         digest = functools.partial(call.host().digest_of, call, platforms[0], ctx.avals_in)
         splitting = SplitCall(call.node, call.extent, functools.partial(_bind_shard, call), digest)
@@ -275,7 +275,9 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
         out = lower_split(ctx, values, splitting, gathered=gathered)
         try:
             return _lower_here(ctx, *values, call=call, platform=platforms[0]) if out is None else out
-        except compat.ShardingTypeError:  # from a gradient rule, traced only now: its types came from its arguments
+        except (
+            compat.partitioning.ShardingTypeError
+        ):  # from a gradient rule, traced only now: its types came from its arguments
             if (out := lower_split(ctx, values, splitting, gathered=True)) is None:
                 raise
             return out
@@ -287,7 +289,7 @@ def _lower_here(ctx: Any, *values: Any, call: Call, platform: str) -> Any:
     body = call.host().body_of(call, platform, ctx.avals_in, ctx.avals_out)
     if body.jaxpr is None:
         return _lower_computed(ctx, body, call, *values)
-    out = compat.lower_jaxpr(ctx, body.jaxpr, body.scope, *values)
+    out = compat.programs.lower_jaxpr(ctx, body.jaxpr, body.inv.op_id, *values)
     body.label(out, values)
     return out
 
@@ -298,23 +300,23 @@ def _bind_shard(call: Call, node: Node, extent: Extent, arrays: Sequence[Any]) -
 
 def _lower_computed(ctx: Any, body: Body, call: Call, *values: object) -> Any:
     try:
-        return compat.lower_function(ctx, body.compute, *values)
+        return compat.programs.lower_function(ctx, body.compute, *values)
     except KeyError as error:  # JAX's error for an undeclared ordered effect
-        if not call.linear or not compat.ordered_effects(body.compute, ctx.avals_in):
+        if not call.linear or not compat.tracing.ordered_effects(body.compute, ctx.avals_in):
             raise
         raise GradientError(
-            f"{body.scope}: the gradient rule has ordered effects (such as jax.debug.print(..., ordered=True)), which "
-            "JAX does not support here; make them unordered, or move them into run."
+            f"{body.inv.op_id}: the gradient rule has ordered effects (such as jax.debug.print(..., ordered=True)), "
+            "which JAX does not support here; make them unordered, or move them into run."
         ) from error
 
 
 call_p.def_effectful_abstract_eval(_abstract_eval)
 call_p.def_impl(_impl)
-compat.register_lowering(call_p, _lower)
+compat.programs.register_lowering(call_p, _lower)
 
 
 def _batch(axis_data: Any, arrays: Sequence[object], axes: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
-    named = compat.is_named(axis_data.name)
+    named = compat.tracing.is_named(axis_data.name)
     alike = all(axis is None for axis in axes)  # JAX calls this rule also when no argument is batched
     # A call without batched arguments may still contain a collective over this `vmap`'s axis name.
     if alike and not (named and axis_data.name in _axes_of(call, [jax.typeof(array) for array in arrays])):
@@ -332,23 +334,28 @@ def _axes_of(call: Call, avals: Sequence[HasType]) -> set[Any]:
     """Return the axis names of the collectives in the call."""
     node = call.node
     if not call.linear:
-        return compat.named_axes(types_of(call, avals).effects)
+        return compat.tracing.named_axes(types_of(call, avals).effects)
     # The trace for a linear call's types omits its computation.
     own = avals[node.lead : node.lead + node.spec.num_arrays]
     forward = types_of(dataclasses.replace(call, node=node.forward, linear=0), own)
-    with call.settings.entered(), compat.not_lowering():  # as in the trace for types, whose configuration this is
-        whole = compat.traced(jax.jit(node.flat(Choice(config=forward.config, platform=forward.platform))), avals)
-    return compat.named_axes(forward.effects) | compat.named_axes(compat.outer_effects(whole))
+    with (
+        call.settings.entered(),
+        compat.programs.program_under_way(),
+    ):  # as in the trace for types, with its configuration
+        whole = compat.tracing.traced(
+            jax.jit(node.flat(Choice(config=forward.config, platform=forward.platform))), avals
+        )
+    return compat.tracing.named_axes(forward.effects) | compat.tracing.named_axes(compat.tracing.outer_effects(whole))
 
 
-compat.register_batching(call_p, _batch)
+compat.tracing.register_batching(call_p, _batch)
 
 
 def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
-    wrt = tuple(not compat.is_zero_tangent(tangent) for tangent in tangents)
+    wrt = tuple(not compat.tracing.is_zero_tangent(tangent) for tangent in tangents)
     # A function linear in all varying arguments is its own derivative.
     if call.linear and not any(wrt[: -call.linear]):
-        given = [compat.without_symbolic_zeros(tangent) for tangent in tangents[-call.linear :]]
+        given = [compat.tracing.without_symbolic_zeros(tangent) for tangent in tangents[-call.linear :]]
         out = call_p.bind(*primals, call=call)
         return out, call_p.bind(*primals[: -call.linear], *given, call=call)
     return _differentiate(primals, [t for t, has in zip(tangents, wrt, strict=True) if has], wrt, call)
@@ -358,7 +365,7 @@ def _differentiate(
     primals: Sequence[jax.Array], tangents: Sequence[jax.Array], wrt: tuple[bool, ...], call: Call
 ) -> tuple[Any, Any]:
     avals = [jax.typeof(p) for p in primals]
-    if any(map(compat.is_reference, avals)):
+    if any(map(compat.tracing.is_reference, avals)):
         # JAX differentiates writes to a reference only if the value is independent of the differentiated arguments.
         # An opaque call cannot show that, and an inlined call would have another key than the tuned call.
         raise GradientError(
@@ -367,7 +374,7 @@ def _differentiate(
         )
     trees = residual_trees(call, avals)
     plain_types = types_of(call, avals)
-    if compat.observable(plain_types.effects) and not has_gradient_rule(call.node.spec.kernel):
+    if compat.tracing.observable(plain_types.effects) and not has_gradient_rule(call.node.spec.kernel):
         return _differentiate_inline(primals, tangents, wrt, call)
     outs = tuple(is_inexact(aval) for aval in plain_types.avals)
     forward, linear = differentiate(call.node, wrt, outs, trees)
@@ -377,7 +384,7 @@ def _differentiate(
     out, saved = results[: len(outs)], results if trees is not None else ()
     derived = dataclasses.replace(call, node=linear, linear=len(tangents))
     found = iter(call_p.bind(*saved, *primals, *tangents, call=derived) if any(outs) else ())
-    return out, [next(found) if has else compat.zero_for(value) for value, has in zip(out, outs, strict=True)]
+    return out, [next(found) if has else compat.tracing.zero_for(value) for value, has in zip(out, outs, strict=True)]
 
 
 def _named(results: Sequence[object], count: int, op_id: str) -> list[Any]:
@@ -391,14 +398,16 @@ def _differentiate_inline(
 ) -> tuple[Any, Any]:
     """Differentiate the call inline, without the primitive: a second forward would repeat its effects."""
     given = iter(tangents)
-    all_tangents = [next(given) if has else compat.zeros_of_tangent(p) for p, has in zip(primals, wrt, strict=True)]
+    all_tangents = [
+        next(given) if has else compat.tracing.zeros_of_tangent(p) for p, has in zip(primals, wrt, strict=True)
+    ]
     # The platform is known inside a kernel being lowered; elsewhere, assume the default platform.
-    platform = compat.lowered_platform() or default_device().platform
+    platform = compat.programs.lowered_platform() or default_device().platform
     with call.settings.entered():
         compute = functools.partial(_compute, call, platform)
         out, found = jax.jvp(lambda *arrays: tuple(compute(*arrays)), tuple(primals), tuple(all_tangents))
     pairs = zip(out, found, strict=True)
-    return list(out), [compat.zero_for(v) if compat.is_zero_tangent(t) else t for v, t in pairs]
+    return list(out), [compat.tracing.zero_for(v) if compat.tracing.is_zero_tangent(t) else t for v, t in pairs]
 
 
 def residual_trees(call: Call, avals: Sequence[HasType]) -> tuple[Any, Any] | None:
@@ -417,24 +426,24 @@ def residual_trees(call: Call, avals: Sequence[HasType]) -> tuple[Any, Any] | No
 
 
 _EMPTY_TREES = (jax.tree.structure(()), jax.tree.structure(()))
-compat.register_jvp(call_p, _jvp)
+compat.tracing.register_jvp(call_p, _jvp)
 
 
 def _transpose(cotangents: Sequence[object], *arguments: object, call: Call) -> list[Any]:
     if not call.linear:
         return _transpose_forward(cotangents, arguments, call)
     fixed = len(arguments) - call.linear
-    given = [compat.without_symbolic_zeros(cotangent) for cotangent in cotangents]
+    given = [compat.tracing.without_symbolic_zeros(cotangent) for cotangent in cotangents]
     transposed = dataclasses.replace(call, node=call.node.transpose, linear=len(given))
     return [None] * fixed + list(call_p.bind(*arguments[:fixed], *given, call=transposed))
 
 
 def _transpose_forward(cotangents: Sequence[object], arguments: Sequence[Any], call: Call) -> list[Any]:
     """Transpose a call that is linear in the wanted arguments: its gradient at zero, as at any other point."""
-    wanted = tuple(compat.is_undefined_primal(argument) for argument in arguments)
+    wanted = tuple(compat.tracing.is_undefined_primal(argument) for argument in arguments)
     pairs = zip(arguments, wanted, strict=True)
-    primals = [compat.instantiated(argument.aval) if unknown else argument for argument, unknown in pairs]
-    given = [ct for ct in map(compat.without_symbolic_zeros, cotangents) if ct.dtype != jax.dtypes.float0]
+    primals = [compat.tracing.instantiated(argument.aval) if unknown else argument for argument, unknown in pairs]
+    given = [ct for ct in map(compat.tracing.without_symbolic_zeros, cotangents) if ct.dtype != jax.dtypes.float0]
     outs = tuple(is_inexact(aval) for aval in types_of(call, [jax.typeof(primal) for primal in primals]).avals)
     node = Jvp(call.node, len(primals), wanted, outs).transpose
     found = iter(call_p.bind(*primals, *given, call=dataclasses.replace(call, node=node, linear=len(given))))
@@ -442,13 +451,13 @@ def _transpose_forward(cotangents: Sequence[object], arguments: Sequence[Any], c
 
 
 def _discharge(in_avals: Sequence[HasType], *arrays: jax.Array, call: Call) -> tuple[list[Any], Sequence[Any]]:
-    references = tuple(map(compat.is_reference, in_avals))
+    references = tuple(map(compat.tracing.is_reference, in_avals))
     out = call_p.bind(*arrays, call=dataclasses.replace(call, node=Discharged(call.node, references)))
     after = iter(out[len(out) - sum(references) :])
     return [next(after) if is_reference else None for is_reference in references], out[: len(out) - sum(references)]
 
 
 # JAX's cache of abstract evaluation would keep every call, and so its kernel, alive forever.
-compat.cache_weakly(Call)
-compat.register_discharge(call_p, _discharge)
-compat.register_transpose(call_p, _transpose)
+compat.tracing.cache_weakly(Call)
+compat.tracing.register_discharge(call_p, _discharge)
+compat.tracing.register_transpose(call_p, _transpose)

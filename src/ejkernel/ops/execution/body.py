@@ -17,17 +17,11 @@ from ejkernel.ops.config.cache import same_config
 from ejkernel.ops.config.selection import Resolution
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import has_gradient_rule, hook
+from ejkernel.ops.core.kernel import has_gradient_rule, heuristic_config
 from ejkernel.ops.core.primitive import Call, known_types, types_of
 from ejkernel.ops.core.transformations.nodes import Choice, Node
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import (
-    AgreementError,
-    CacheWarning,
-    EjkernelError,
-    KernelError,
-    SerializationError,
-)
+from ejkernel.ops.errors import AgreementError, CacheWarning, EjkernelError, KernelError, SerializationError
 from ejkernel.ops.registry import record_invocation
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.fingerprint import platform_kind
@@ -64,16 +58,11 @@ class ResolvedCall:
     stamp_prefix: str
     instead: _Instead
 
-    @property
-    def scope(self) -> str:
-        """Name of the computation in profiles."""
-        return self.inv.op_id
-
     def compute(self, *arrays: jax.Array) -> tuple[Any, ...]:
         """Compute the call, check the types of its results, and label one of them."""
         # Names are for profiles only. JAX's compilation cache may return another program's debug names, so they cannot
         # serve as labels.
-        with jax.named_scope(self.scope):
+        with jax.named_scope(self.inv.op_id):
             resolution, out = self._computed(arrays)
         _check_types(self, resolution, arrays, out)
         if self._label_and_payload is None:
@@ -86,7 +75,7 @@ class ResolvedCall:
     def label(self, values: Sequence[object], inputs: Sequence[object]) -> None:
         """Label one of the values that `jaxpr` was lowered to; their types are the expected ones."""
         text = self._label_and_payload
-        if text is not None and not any(compat.label_value(value, inputs, *text) for value in values):
+        if text is not None and not any(compat.programs.label_value(value, inputs, *text) for value in values):
             self._log_unlabelled()
 
     @functools.cached_property
@@ -135,7 +124,9 @@ def trace_with(config: object, call: Call, avals: Sequence[HasType], platform: s
         return None
     # The trace must hold for this program. A lowered program does not contain references (`jax.Ref`) that the trace
     # created, so such calls are traced again.
-    if any(question() != said for question, said in types.answers.items()) or compat.has_references(types.jaxpr):
+    if any(question() != said for question, said in types.answers.items()) or compat.tracing.has_references(
+        types.jaxpr
+    ):
         return None
     if identity(types.config) == identity(config):  # faster than JSON; dictionaries are compared below
         return types.jaxpr
@@ -155,9 +146,9 @@ def _raise_if_not_differentiable(
     if not resolution.tier.is_saved:
         raise _no_gradient(inv, error) from error
     try:
-        config = hook(kernel, "heuristic_cfg", inv.platform)(inv)
+        config = heuristic_config(kernel, inv)
         derivative = node.flat(Choice(config=config, platform=inv.platform))
-        compat.traced(derivative, [jax.typeof(array) for array in arrays])
+        compat.tracing.traced(derivative, [jax.typeof(array) for array in arrays])
     except Exception as again:
         raise _no_gradient(inv, again) from again
 
@@ -173,7 +164,7 @@ def _no_gradient(inv: Invocation[Any, Any], error: Exception) -> KernelError:
 
 def _fallback(inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exception, instead: _Instead) -> Any:
     """Return another resolution, with a warning, if a saved configuration does not run; otherwise raise."""
-    if compat.needs_axis(error):  # a shard's call, looked at outside of its mesh: no configuration runs there
+    if compat.tracing.needs_axis(error):  # a shard's call, looked at outside of its mesh: no configuration runs there
         raise error
     # With another configuration here, this process would run a different program than the others, and all would hang.
     if is_from_other_process(resolution):
@@ -202,7 +193,7 @@ def runnable(
     while resolution.tier.is_saved:
         try:
             # After the offer, the other processes use it, so the heuristic could no longer replace it here.
-            compat.traced(node.flat(Choice(config=resolution.config, platform=inv.platform)), avals)
+            compat.tracing.traced(node.flat(Choice(config=resolution.config, platform=inv.platform)), avals)
             break
         except Exception as error:  # noqa: BLE001 - raised again, unless another configuration replaces this one
             resolution = _fallback(inv, resolution, error, instead)

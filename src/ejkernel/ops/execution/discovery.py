@@ -67,7 +67,7 @@ def discover_counted(
     # Recording is part of the key of JAX's caches, so functions compiled before are traced again, with their calls.
     with recording() as seen, looking_only():
         traced = jitted.trace(*values, **named)
-        platforms = None if platform is None else compat.lowering_names(platform)
+        platforms = None if platform is None else compat.programs.lowering_names(platform)
         lowered = traced.lower() if platforms is None else traced.lower(lowering_platforms=platforms)
     # By key, because a program may contain equal calls.
     local = local_calls(lowered)
@@ -105,22 +105,22 @@ def local_calls(lowered: object) -> list[Invocation[Any, Any]]:
         return []
     return [
         inv
-        for operation in compat.split_operations(lowered)
+        for operation in compat.propagation.split_operations(lowered)
         for params, avals in operation.calls(call_p)
         for inv in _with_inner_calls(params["call"], avals, operation)
     ]
 
 
 def _with_inner_calls(
-    call: Call, avals: Sequence[HasType], operation: compat.SplitOperation
+    call: Call, avals: Sequence[HasType], operation: compat.propagation.SplitOperation
 ) -> Iterator[Invocation[Any, Any]]:
     """Yield a shard's call and the calls inside its kernel, for example in a gradient rule."""
     own = _invocation(call, avals, operation)
     yield own
     try:
-        with call.settings.entered(), compat.on_one_device(), looking_only():
+        with call.settings.entered(), compat.partitioning.on_one_device(), looking_only():
             body = call.host().body_of(call, operation.platform, avals, None)
-            inner = compat.calls_of(call_p, body.compute, avals)
+            inner = compat.tracing.calls_of(call_p, body.compute, avals)
     except NameError as error:  # it uses collectives over axes of a mesh outside its program
         logger.debug("%s: the calls inside its kernel are unknown: %s", own.op_id, error_text(error))
         return
@@ -128,7 +128,9 @@ def _with_inner_calls(
         yield from _with_inner_calls(params["call"], types, operation)
 
 
-def _invocation(call: Call, avals: Sequence[HasType], operation: compat.SplitOperation) -> Invocation[Any, Any]:
+def _invocation(
+    call: Call, avals: Sequence[HasType], operation: compat.propagation.SplitOperation
+) -> Invocation[Any, Any]:
     override = None if call.override is None else call.override.config
     with call.settings.entered():
         inv = invocation_of(call.node, avals, platform=operation.platform, override=override)
@@ -297,7 +299,7 @@ class _Counter:
         if not self._in_gradients:
             return {}
         try:
-            with compat.on_one_device(), looking_only():
+            with compat.partitioning.on_one_device(), looking_only():
                 body = call.host().body_of(call, self._platform, avals, None)
                 jaxpr = jax.make_jaxpr(body.compute)(*(jax.ShapeDtypeStruct(like.shape, like.dtype) for like in avals))
         except Exception as error:  # noqa: BLE001 - the program was lowered, in a context that the rule may need

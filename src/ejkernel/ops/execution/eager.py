@@ -8,13 +8,13 @@ which collects the arrays and builds a key from the other values.
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import math
 import struct
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.Ref)
 _NOT_STATIC = (*_ARRAY_TYPES, type(None))
 # Equal values of these types are interchangeable, except for some floats: see `_is_exception`.
 _BY_EQUALITY = frozenset({bool, int, float, str, bytes, type(None)})
-_ARRAY_KINDS = frozenset({compat.ArrayImpl, np.ndarray})
+_ARRAY_KINDS = frozenset({compat.tracing.ArrayImpl, np.ndarray})
 _SCANNED, _ARRAY, _SCALAR = "scanned", "array", "scalar"
 _DTYPES = (np.dtype, type(jnp.float32))
 
@@ -43,29 +43,20 @@ class NotByEquality(Exception):
     """A typed plan got a float that `jit` would confuse with another, such as 0.0 and -0.0."""
 
 
-class Bind(Protocol):
-    """Binds the primitive for a cached call, which does not keep the executor alive."""
-
-    def __call__(
-        self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any, *, weakly: bool = False
-    ) -> Any:
-        """Bind the primitive."""
-
-
+@dataclasses.dataclass(eq=False, repr=False)
 class Plans:
     """The compiled functions of one executor, by kernel; they keep neither the executor nor the kernels alive.
 
     A typed plan is looked up by the types of the arguments. A scanned plan is looked up by a key in which static values
     are distinguished by identity.
 
-    Args:
-        bind: Binds the primitive.
+    Attributes:
+        executor: A weak reference; the caller of a plan keeps executor and kernel alive.
+        tables: The plans of each kernel.
     """
 
-    def __init__(self, bind: Bind) -> None:
-        self.tables: PerObject[Bounded[Plan]] = PerObject(Bounded)
-        # A weak reference, because the executor owns the plans. The caller of a plan keeps executor and kernel alive.
-        self._bind: Callable[[], Any] = weakref.WeakMethod(bind)
+    executor: Callable[[], Any]
+    tables: PerObject[Bounded[Plan]] = dataclasses.field(default_factory=lambda: PerObject(Bounded))
 
     def run(
         self,
@@ -93,19 +84,14 @@ class Plans:
         # Only on a call's first run: scalars that become numbers have no plan.
         numbers = with_python_numbers(kernel, args, kwargs)
         if numbers[0] is not args or numbers[1] is not kwargs:
-            args, kwargs = numbers
-            typed = None if override is not None else table.get(_types_of(args, kwargs))
-            if typed is not None:
-                with contextlib.suppress(NotByEquality):
-                    return typed(*args, **kwargs)
-            return self.run(kernel, args, kwargs, cfg, override)
+            return self.executor().call(kernel, *numbers, cfg)
         for array in arrays:
             if isinstance(array, jax.ShapeDtypeStruct):
                 raise _is_a_type(kernel, array)
-        if not compat.outside_traces():  # the kernel may be gone when the trace is lowered, and a plan with it
+        if not compat.tracing.outside_traces():  # the kernel may be gone when the trace is lowered, and a plan with it
             raise Traced
         values = (*args, *kwargs.values())
-        types = _types_of(args, kwargs)
+        types = (*map(type, args), *kwargs, *map(type, kwargs.values()))
         if override is None and types not in table and all(map(_has_telling_type, values)):
             plan = self._typed_plan(kernel, args, kwargs)
             out = plan(*args, **kwargs)
@@ -115,19 +101,19 @@ class Plans:
             # `jit` does not cache a trace that raised, so each such call would trace again. Scan all calls of these
             # types instead.
             table[types] = _redirect_to_scan(self, weakref.ref(kernel))
-        plan = _scanned_plan(self._bind, weakref.ref(kernel), cfg)
+        plan = _scanned_plan(self.executor, weakref.ref(kernel), cfg)
         out = plan(args, kwargs, arrays)
         table.keep(key, plan)
         return out
 
     def _typed_plan(self, kernel: Kernel[Cfg, Out], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Plan:
-        bind = self._bind
+        executor = self.executor
         owner: Callable[[], Any] = weakref.ref(kernel)
 
         def run(*args: object, **kwargs: object) -> Any:
             if any(map(_is_exception, (*args, *kwargs.values()))):
                 raise NotByEquality
-            return bind()(owner(), args, kwargs, None, weakly=True)
+            return executor().bind(owner(), args, kwargs, None, weakly=True)
 
         # `jit` compares shapes in C++. With a key of abstract values, built in Python, calls took 1.1 to 1.5 times as
         # long. All types here are telling.
@@ -135,10 +121,6 @@ class Plans:
         names = [name for name, value in kwargs.items() if not isinstance(value, _NOT_STATIC)]
         plan: Plan = jax.jit(run, static_argnums=positions, static_argnames=names)
         return plan
-
-
-def _types_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Hashable, ...]:
-    return (*map(type, args), *kwargs, *map(type, kwargs.values()))
 
 
 def _is_a_type(kernel: Kernel[Cfg, Out], array: jax.ShapeDtypeStruct) -> ArgumentError:
@@ -154,7 +136,7 @@ def _redirect_to_scan(plans: Plans, kernel: weakref.ref[Any]) -> Plan:
     return lambda *args, **kwargs: owner().run(kernel(), args, kwargs, None, None)
 
 
-def _scanned_plan(bind: Callable[[], Any], kernel: weakref.ref[Any], cfg: object) -> Plan:
+def _scanned_plan(executor: Callable[[], Any], kernel: weakref.ref[Any], cfg: object) -> Plan:
     """Return a compiled function of a call's arrays; other values are read from the call during tracing."""
     # Thread-local: two threads may run the same plan, and static values come from the call that is being traced.
     current = threading.local()
@@ -164,7 +146,7 @@ def _scanned_plan(bind: Callable[[], Any], kernel: weakref.ref[Any], cfg: object
         given = iter(arrays)
         filled = [next(given) if _is_given(leaf) else leaf for leaf in leaves]
         args, kwargs = jax.tree.unflatten(tree, filled)
-        return bind()(kernel(), args, kwargs, cfg, weakly=True)
+        return executor().bind(kernel(), args, kwargs, cfg, weakly=True)
 
     jitted = jax.jit(run)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, Generic, Protocol, cast, overload
 
@@ -24,7 +25,7 @@ from ejkernel.ops.core.kernel import (
     Kernel,
     check_config,
     config_fault,
-    hook,
+    heuristic_config,
     kernel_of,
     prepared,
     unbound,
@@ -83,17 +84,13 @@ class Executor(Generic[Cfg, Out]):
             raise ConfigError(f"chooser must have choose(inv, kernel), got {chooser!r}; use ConfigSelectorChain().")
         self.chooser = chooser
         self.stamp_prefix = stamp_prefix
-        self._begin()
-
-    def _begin(self) -> None:
-        self._plans = Plans(self._bind)
+        self._plans = Plans(weakref.ref(self))
         # Keep the table itself, so that a lookup needs no Python call.
         self._tables = self._plans.tables.by_address
         self._generation = 0
-        # A user's chooser may not report changes of its configurations.
-        subscribe = getattr(self.chooser, "subscribe", None)
-        if subscribe is not None:
-            subscribe(self._forget_plans)
+        cache = getattr(chooser, "cache", None)  # a user's chooser may have none, and not report changes
+        if isinstance(cache, ConfigCache):
+            cache.subscribe(self._forget_plans)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy makes its own plans, and listens to its own chooser.
@@ -101,7 +98,7 @@ class Executor(Generic[Cfg, Out]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._begin()
+        Executor.__init__(self, self.chooser, self.stamp_prefix)
 
     def __call__(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Out:
         """Run `kernel`.
@@ -192,7 +189,7 @@ class Executor(Generic[Cfg, Out]):
 
     def _choose_for_all(self, inv: Invocation[Cfg, Out]) -> Cfg:
         """Return the configuration for a program that is not compiled yet and may run in several processes."""
-        span = compat.any_span()
+        span = compat.processes.any_span()
         if span is None or not effective_policy(self.chooser).agree:
             return self.resolve(inv).config
         spanning = dataclasses.replace(inv, span=span)
@@ -204,11 +201,7 @@ class Executor(Generic[Cfg, Out]):
         return self._generation
 
     def body_of(
-        self,
-        call: Call,
-        platform: str,
-        avals: Sequence[HasType],
-        expected: Sequence[HasType] | None,
+        self, call: Call, platform: str, avals: Sequence[HasType], expected: Sequence[HasType] | None
     ) -> ResolvedCall:
         """Return a call with its configuration, ready to be lowered or run; see `Host`.
 
@@ -221,7 +214,7 @@ class Executor(Generic[Cfg, Out]):
         override = None if call.override is None else call.override.config
         inv = invocation_of(call.node, avals, platform=platform, override=override)
         if expected is None:  # the call runs eagerly, and its devices are not known yet
-            inv = dataclasses.replace(inv, span=compat.any_span())
+            inv = dataclasses.replace(inv, span=compat.processes.any_span())
         if inv.span is not None and effective_policy(self.chooser).agree:
             resolution = agreed(inv, lambda: runnable(inv, call.node, avals, self.resolve(inv), self._instead))
         else:
@@ -250,7 +243,7 @@ class Executor(Generic[Cfg, Out]):
                 chooser.faults = chooser.faults or Faults()
                 chooser.faults.note(inv, kernel, resolution.config, error)
                 return self.resolve(inv)
-            return Resolution(hook(kernel, "heuristic_cfg", inv.platform)(inv), HEURISTIC.name, resolution.key)
+            return Resolution(heuristic_config(kernel, inv), HEURISTIC.name, resolution.key)
         except NoConfigError:
             if effective_policy(chooser).heuristic:
                 raise error from None
@@ -260,33 +253,30 @@ class Executor(Generic[Cfg, Out]):
         """Return a digest of a call that splits itself, and of everything that decides how its shards run."""
         return digest_of(call, avals, platform, self.chooser)
 
-    def choose_for_types(self, inv: Invocation[Any, Any]) -> Any:
-        """Return any configuration for a kernel that has no heuristic."""
-        return self.resolve(inv).config
-
     def _forget_plans(self) -> None:
         # For calls that reach the primitive without a plan, for example under an eager `vmap`.
         self._generation += 1
         self._plans.tables.clear()
 
-    def _call(self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None) -> Out:
-        kernel, args = unbound(kernel, args)
+    def _call(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None) -> Out:
         if not isinstance(kernel, Kernel):
-            raise KernelError(f"kernel must be an instance of Kernel, got {kernel!r}.")
+            kernel, args = unbound(kernel, args)
+            if not isinstance(kernel, Kernel):
+                raise KernelError(f"kernel must be an instance of Kernel, got {kernel!r}.")
         if cfg is not None:
             check_config(kernel, cfg)
         if "method" in kwargs:
             return self._through_method(kernel, args, kwargs, cfg)
         # Plans are jitted functions, and jit is disabled.
-        if compat.jit_disabled():
-            return self._bind(kernel, args, kwargs, cfg)
+        if compat.settings.config.jax_disable_jit:
+            return self.bind(kernel, args, kwargs, cfg)
         try:
             return cast(Out, self._plans.run(kernel, args, kwargs, cfg, None if cfg is None else _override_token(cfg)))
         except Traced:
             pass  # bind below: Python would show an error in the kernel as "during handling of" this exception
-        return self._bind(kernel, args, kwargs, cfg)
+        return self.bind(kernel, args, kwargs, cfg)
 
-    def _bind(
+    def bind(
         self,
         kernel: Kernel[Cfg, Out],
         args: tuple[object, ...],
@@ -296,6 +286,7 @@ class Executor(Generic[Cfg, Out]):
         *,
         weakly: bool = False,
     ) -> Out:
+        """Bind the primitive for a call; with `weakly`, for a plan, which keeps neither executor nor kernel alive."""
         name = "" if cfg is None else "cfg"
         args, kwargs, cfg = _prepared(kernel, args, kwargs, cfg)
         spec, arrays = take_apart(kernel, args, kwargs, method)
@@ -318,7 +309,7 @@ class Executor(Generic[Cfg, Out]):
             fault = config_fault(inv, cfg, error, name=name)
             if not fault:
                 raise
-            raise ConfigError(fault) from compat.without_our_frames(error)
+            raise ConfigError(fault) from compat.programs.without_our_frames(error)
         return cast(Out, jax.tree.unflatten(types.trees[0], call_p.bind(*arrays, call=call)))
 
     def _through_method(
@@ -345,7 +336,7 @@ class Executor(Generic[Cfg, Out]):
             filled = list(args)
             for index, shard in zip(given, shards, strict=True):
                 filled[index] = shard
-            return self._bind(kernel, tuple(filled), kwargs, cfg, method)
+            return self.bind(kernel, tuple(filled), kwargs, cfg, method)
 
         mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
         return mapped(*[args[index] for index in given])

@@ -69,7 +69,7 @@ def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any
     check_argument(
         isinstance(lowered, str) or hasattr(lowered, "as_text"), "lowered", "a lowered program, or its text", lowered
     )
-    program = calls_in_text(compat.lowered_text(lowered), recorded=get_invocations(device_fingerprint()))
+    program = calls_in_text(compat.programs.lowered_text(lowered), recorded=get_invocations(device_fingerprint()))
     if program.bare:
         warn(_why_bare(program), OfflineWarning)
     for reason in program.why_refused():
@@ -250,7 +250,7 @@ def _tune_one(
     more: dict[str, Any] = {} if inv.key not in compiled else {"compiled": compiled[inv.key]}
     if others:
         more |= {"weight": first.weight, "others": [_with_programs(other, compiled) for other in others]}
-    with compat.numerics(inv.numerics):  # the call's settings, which may differ from the current ones
+    with compat.settings.numerics(inv.numerics):  # the call's settings, which may differ from the current ones
         data: AutotuneData = selector.search(inv, kernel_of(inv), policy=policy, resume=resume, **more)
     return data
 

@@ -25,7 +25,7 @@ from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.declared_names import type_name
 from ejkernel.ops.core.invocation import invocation_of
-from ejkernel.ops.core.kernel import hook
+from ejkernel.ops.core.kernel import heuristic_config
 from ejkernel.ops.core.primitive import Call
 from ejkernel.ops.core.sharding.parts import programs_of_parts
 from ejkernel.ops.core.transformations.nodes import Choice
@@ -60,7 +60,7 @@ def _computation(call: Call, avals: Sequence[HasType], platform: str) -> Iterato
     """Yield the program of the call, as if it were whole, because code may change while the key stays the same."""
     inv = invocation_of(call.node, avals, platform=platform)
     kernel = call.node.spec.kernel
-    config = hook(kernel, "heuristic_cfg", inv.platform)(inv) if call.override is None else call.override.config
+    config = heuristic_config(kernel, inv) if call.override is None else call.override.config
     choice = Choice(config=config, platform=inv.platform)
     jaxpr = jax.make_jaxpr(call.node.flat(choice))(*avals)
     # The whole call's program does not show computations that depend on a shard's position.

@@ -31,7 +31,7 @@ def platform_kind(name: str) -> str:
 
 def default_device() -> jax.Device:
     """Return the device that an eager call would use now."""
-    chosen: Any = compat.chosen_device()
+    chosen: Any = compat.settings.config.jax_default_device
     if isinstance(chosen, str):
         return jax.local_devices(backend=chosen)[0]
     device: jax.Device = jax.local_devices()[0] if chosen is None else chosen
@@ -120,7 +120,7 @@ def platform_fingerprint(name: str) -> str:
     kind = platform_kind(name)
     if _traced_for.get().partition(":")[0] == kind:
         return _traced_for.get()
-    absent = None if kind == "cpu" else compat.absent_device()
+    absent = None if kind == "cpu" else compat.programs.absent_device()
     if absent is not None and platform_kind(absent.platform) == kind:
         return fingerprint_of(kind, absent.chip)
     # The default device comes first, because the user may have chosen it.

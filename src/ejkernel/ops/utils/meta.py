@@ -102,7 +102,7 @@ def stamp(values: Sequence[object], inputs: Sequence[object], name: str, payload
     stamped = list(values)
     for index, value in enumerate(stamped):
         if isinstance(value, jax.Array) and not any(value is given for given in inputs):
-            stamped[index] = compat.set_xla_metadata(value, **{name: payload})
+            stamped[index] = compat.programs.set_xla_metadata(value, **{name: payload})
             return stamped, True
     return stamped, False
 
@@ -130,7 +130,7 @@ def find_labels_in_lowered(lowered: object) -> list[str]:
     check_argument(
         isinstance(lowered, str) or hasattr(lowered, "as_text"), "lowered", "a lowered program, or its text", lowered
     )
-    return extract_labels_from_hlo_text(compat.lowered_text(lowered))
+    return extract_labels_from_hlo_text(compat.programs.lowered_text(lowered))
 
 
 def labels_to_configs(labels: object, selector: object = None) -> list[tuple[str, Any]]:

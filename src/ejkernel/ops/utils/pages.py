@@ -42,11 +42,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {
-        "file": lambda name: markupsafe.Markup(_text(name)),
-        "digest": _digest,
-        "counted": counted,
-    }
+    environment.globals |= {"file": lambda name: markupsafe.Markup(_text(name)), "digest": _digest, "counted": counted}
     environment.filters["us"] = microseconds
     environment.filters["breakable"] = _breakable
     return environment

@@ -21,8 +21,8 @@ LARGE = 1 << 20  # arrays with more elements are generated on the device
 
 def random_array(like: HasType, rng: np.random.Generator) -> jax.Array:
     """Return a random array of the shape and dtype of `like`; see `Kernel.example_inputs`."""
-    if compat.dtypes.issubdtype(like.dtype, compat.dtypes.prng_key):
-        first = jax.random.key(int(rng.integers(2**31)), impl=compat.key_implementation(like.dtype))
+    if compat.tracing.dtypes.issubdtype(like.dtype, compat.tracing.dtypes.prng_key):
+        first = jax.random.key(int(rng.integers(2**31)), impl=compat.tracing.key_implementation(like.dtype))
         keys = jax.random.split(first, max(1, int(np.prod(like.shape))))
         return keys[: int(np.prod(like.shape))].reshape(like.shape)
     if not jnp.issubdtype(like.dtype, jnp.inexact):

@@ -52,7 +52,7 @@ def backward_of_keys(
     *,
     fused: bool,
     transpose: bool,
-    memory: compat.KernelMemory,
+    memory: compat.launches.KernelMemory,
 ) -> tuple[Any, ...]:
     """Return the gradients of key and value, and before them that of the query if `fused`.
 
@@ -89,7 +89,7 @@ def backward_of_keys(
         scratch_shapes=scratch,
         compiler_params=compiler_params(len(grid)),
     )
-    return tuple(compat.launched(run, (*arrays, *(ids or ())), memory))
+    return tuple(compat.launches.launched(run, (*arrays, *(ids or ())), memory))
 
 
 def _fused_specs(shapes: Shapes, plan: Plan) -> tuple[list[Any], list[Any]]:
@@ -249,7 +249,7 @@ def backward_of_queries(
     sight: Sight,
     plan: Plan,
     *,
-    memory: compat.KernelMemory,
+    memory: compat.launches.KernelMemory,
 ) -> Any:
     """Return the gradient of the query; arguments as for `backward_of_keys`, with `sight` and `plan` of the forward."""
     query, key, value = arrays[:3]
@@ -270,7 +270,7 @@ def backward_of_queries(
         scratch_shapes=[*scratch, pltpu.VMEM((plan.block, head_dim), jnp.float32)],
         compiler_params=compiler_params(4),
     )
-    return compat.launched(run, (*arrays, *(ids or ())), memory)
+    return compat.launches.launched(run, (*arrays, *(ids or ())), memory)
 
 
 def _queries_kernel(*refs: Any, rules: Rules, sight: Sight, plan: Plan, segmented: bool) -> None:

@@ -31,7 +31,7 @@ def forward(
     *,
     sum_by_product: bool,
     with_lse: bool,
-    memory: compat.KernelMemory,
+    memory: compat.launches.KernelMemory,
 ) -> tuple[Any, ...]:
     """Return the output `[batch, heads, queries, value_dim]`, and the log-sum-exp `[batch, heads, 1, queries]`.
 
@@ -72,7 +72,7 @@ def forward(
         scratch_shapes=scratch,
         compiler_params=compiler_params(4),
     )
-    return tuple(compat.launched(run, (*arrays, *(ids or ())), memory))
+    return tuple(compat.launches.launched(run, (*arrays, *(ids or ())), memory))
 
 
 def ones(value_dim: int) -> int:

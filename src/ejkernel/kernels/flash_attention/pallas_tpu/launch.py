@@ -92,7 +92,7 @@ def forward(
             memory=_memory(operands, size),
         )
 
-    out, *lse = compat.unchecked(run, operands.query)
+    out, *lse = compat.launches.unchecked(run, operands.query)
     out = _heads_last(out, lengths.queries)
     return out, lse[0][:, :, 0, : lengths.queries] if lse else None
 
@@ -128,7 +128,7 @@ def backward(
             memory=_memory(operands, size),
         )
 
-    *dquery, dkey, dvalue = compat.unchecked(run, operands.query)
+    *dquery, dkey, dvalue = compat.launches.unchecked(run, operands.query)
     found = dquery[0] if params.query is None else _gradient_of_query(operands, rows, rules, params.query)
     dkey, dvalue = (_heads_last(x, lengths.keys) for x in (dkey, dvalue))
     return _heads_last(found, lengths.queries), dkey, dvalue, None
@@ -143,10 +143,10 @@ def _gradient_of_query(operands: Operands, rows: tuple[Any, ...], rules: Rules, 
     def run() -> Any:
         return backward_kernels.backward_of_queries(arrays, ids, rules, sight, plan, memory=_memory(operands, size))
 
-    return compat.unchecked(run, operands.query)
+    return compat.launches.unchecked(run, operands.query)
 
 
-def _memory(operands: Operands, parts: Parts) -> compat.KernelMemory:
+def _memory(operands: Operands, parts: Parts) -> compat.launches.KernelMemory:
     """Return the memory of the launch; the chip is unknown here."""
     return memory_to_pass(memory.need_of(parts), operands[:3])
 

@@ -364,7 +364,7 @@ class ProductKernel:
         plain = self.out_views[2]
         for slot, values, result, columns in pieces:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            compat.store_as_it_is(plain.at[warpgroup, slot], values)
+            compat.kernels.store_as_it_is(plain.at[warpgroup, slot], values)
             plgpu.commit_smem()
             done: Any = 0
             height = self.plan.part_rows // 2

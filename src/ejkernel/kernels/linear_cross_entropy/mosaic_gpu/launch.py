@@ -250,4 +250,4 @@ def may_overwrite(*arrays: Any) -> bool:
 
     Pallas refuses references of arrays that vary over mesh axes.
     """
-    return not any(compat.varying_axes(x) for x in jax.tree.leaves(arrays))
+    return not any(compat.tracing.varying_axes(x) for x in jax.tree.leaves(arrays))

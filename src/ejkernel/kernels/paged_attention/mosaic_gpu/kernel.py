@@ -319,11 +319,11 @@ class _Kernel:
             factor = jnp.where(empty, 0.0, 1 / total)
             for part, sums in enumerate(state.acc):
                 rows = pl.ds(part * len(sums), len(sums))
-                compat.store_as_it_is(self.buffers.share.at[rows], sums * across(factor, sums.shape))
+                compat.kernels.store_as_it_is(self.buffers.share.at[rows], sums * across(factor, sums.shape))
             plgpu.commit_smem()
             self.backend.store_to_memory(self.buffers.share, self.results.shares.at[slot])
             lse = jnp.where(empty, -jnp.inf, state.top + jnp.log2(total))
-            compat.store_as_it_is(self.results.share_lse.at[slot], lse)
+            compat.kernels.store_as_it_is(self.results.share_lse.at[slot], lse)
 
 
 def run_sums(plan: LaunchPlan, given: SumInputs, interpret: Any = None) -> None:

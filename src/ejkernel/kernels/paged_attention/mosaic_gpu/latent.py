@@ -279,7 +279,7 @@ class _Kernel:
     def _weigh(self, item: Item, block: Any, stage: int, scores: Any, exponent: Any, sums: State) -> tuple[State, Any]:
         """Put the weights of a block into shared memory; return the new sums, and the factor still due on `acc`."""
         top = jnp.maximum(sums.top, scores.max(axis=1) * exponent)
-        compat.store_as_it_is(self.buffers.tops.at[stage], top)
+        compat.kernels.store_as_it_is(self.buffers.tops.at[stage], top)
         weights = jnp.exp2(scores * exponent - by_row(top, _SCORES))
         self.buffers.rest.at[stage + _zero(block)][...] = weights.astype(self.plan.dtype)
         self._clear_hidden_values(item, block, stage)
@@ -320,7 +320,7 @@ class _Kernel:
         """Store the tile, or leave a share."""
         plan, work = self.plan, self.work
         totals = self.buffers.totals.at[remainder(item.number - work.first_item, 2)]
-        compat.store_as_it_is(totals.at[own], sums.total)
+        compat.kernels.store_as_it_is(totals.at[own], sums.total)
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.barriers.totals)
         plgpu.barrier_wait(self.barriers.totals)
@@ -334,7 +334,7 @@ class _Kernel:
             heads = pl.ds(self.part * plan.rows, plan.rows)
             self._store(out.astype(plan.dtype), own, plan.rows, self.results.out.at[item.token, heads, columns])
             if own == 0:
-                compat.store_as_it_is(self.results.lse.at[item.token, pl.ds(self.part * ROWS, ROWS)], lse)
+                compat.kernels.store_as_it_is(self.results.lse.at[item.token, pl.ds(self.part * ROWS, ROWS)], lse)
 
         @pl.when(jnp.logical_not(alone))
         def _leave_share() -> None:
@@ -347,7 +347,7 @@ class _Kernel:
                 share = share - rounded.astype(jnp.float32)
             if own == 0:
                 lse = jnp.where(empty, -jnp.inf, sums.top + jnp.log2(total))
-                compat.store_as_it_is(self.results.share_lse.at[slot, rows], lse)
+                compat.kernels.store_as_it_is(self.results.share_lse.at[slot, rows], lse)
 
     def _store(self, values: Any, own: int, rows: int, target: Any) -> None:
         """Start copying the first rows to global memory, through the buffer of the queries after their last use."""
@@ -418,7 +418,7 @@ class _Sums:
 
         @pl.when(self.is_first)
         def _store() -> None:
-            compat.store_as_it_is(self.given.lse.at[item.token, pl.ds(self.part * ROWS, ROWS)], lse)
+            compat.kernels.store_as_it_is(self.given.lse.at[item.token, pl.ds(self.part * ROWS, ROWS)], lse)
 
         plgpu.wait_smem_to_gmem(0)
 

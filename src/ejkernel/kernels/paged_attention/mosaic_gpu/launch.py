@@ -178,7 +178,7 @@ def _decoded(plan: LaunchPlan, operands: Operands, made: Schedule, interpret: An
 
 def _even_first(plan: LaunchPlan, q: jax.Array) -> jax.Array:
     """Return queries in the dtype of the products, even columns first; numbers beyond its range become its largest."""
-    most = float(compat.finfo(plan.product_dtype).max)
+    most = float(compat.tracing.finfo(plan.product_dtype).max)
     q = jnp.clip(q.astype(jnp.float32), -most, most).astype(plan.product_dtype)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, plan.head_dim - q.shape[2])))
     return q.reshape(*q.shape[:2], -1, 2).swapaxes(2, 3).reshape(q.shape)
@@ -197,7 +197,7 @@ def _prefilled(call: PagedCall, operands: Operands, made: Prefill, out: Any, int
     from . import prefill
 
     # JAX refuses warps with references that vary over mesh axes.
-    by_warp, sinks = not compat.varying_axes(operands.kv_pages), operands.sinks
+    by_warp, sinks = not compat.tracing.varying_axes(operands.kv_pages), operands.sinks
     plan = prefill_plan(call, made.tiles.shape[0], by_warp=by_warp)
     if sinks is not None:
         sinks = (sinks.astype(jnp.float32) * LOG2_E).reshape(plan.bundles, plan.tile_heads)

@@ -213,7 +213,7 @@ class TileStore:
         for token in range(self.plan.tile_tokens):
             pl.when(token < item.count)(functools.partial(self._copy_token, item, token))
         if self.outputs.lse is not None:
-            compat.store_as_it_is(self.outputs.lse.at[item.number], lse)
+            compat.kernels.store_as_it_is(self.outputs.lse.at[item.number], lse)
 
     def _copy_token(self, item: Item, token: int) -> None:
         group = self.plan.group

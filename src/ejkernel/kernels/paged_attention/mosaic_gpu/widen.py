@@ -118,4 +118,4 @@ def _copy(plan: WidenPlan, given: _Inputs, out: Any) -> None:
             row = cache_row(call.pages[0], call.pages[1], run, given.table, sequence, key)
             target = sequence * (call.table[1] * call.pages[1]) + key if plan.by_sequence else row
             values = plgpu.load(given.cache.at[pl.ds(row, run)], layout=layout, optimized=False)
-            compat.store_as_it_is(out.at[pl.ds(target, run)], values.astype(jnp.float32).astype(call.dtype))
+            compat.kernels.store_as_it_is(out.at[pl.ds(target, run)], values.astype(jnp.float32).astype(call.dtype))

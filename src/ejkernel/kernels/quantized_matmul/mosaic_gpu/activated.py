@@ -143,12 +143,12 @@ class ActivatedKernel(QuantizedKernel):
 
         @pl.when(inside & (count == plan.part_rows))
         def _whole() -> None:
-            compat.store_as_it_is(scales.at[pl.ds(row, plan.part_rows), number], scale)
+            compat.kernels.store_as_it_is(scales.at[pl.ds(row, plan.part_rows), number], scale)
 
         @pl.when(inside & (count < plan.part_rows))
         def _partly() -> None:
             own = self.memory.out_scale.at[warpgroup]
-            compat.store_as_it_is(own, scale)
+            compat.kernels.store_as_it_is(own, scale)
             plgpu.commit_smem()
 
             @pl.loop(0, count)

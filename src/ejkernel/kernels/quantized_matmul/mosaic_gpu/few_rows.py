@@ -212,7 +212,7 @@ class FewRowsKernel:
         plan, buffer = self.plan, self.memory.out.at[warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         as_computed = buffer.transpose((1, 0)) if plan.wide and not plan.turned else buffer
-        compat.store_as_it_is(as_computed, values.astype(plan.result_dtype))
+        compat.kernels.store_as_it_is(as_computed, values.astype(plan.result_dtype))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffer, target)
 
@@ -349,7 +349,7 @@ class WideRowsKernel(FewRowsKernel):
 
         @pl.when(product == 1)
         def _pass() -> None:
-            compat.store_as_it_is(passed, values)
+            compat.kernels.store_as_it_is(passed, values)
             plgpu.commit_smem()
             plgpu.barrier_arrive(full)
             plgpu.barrier_wait(empty)

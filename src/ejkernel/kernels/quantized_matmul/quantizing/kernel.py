@@ -149,7 +149,7 @@ class QuantizingKernel:
         own, (values, scales) = self.memory.largest, self.results[2:]
         wide = [self._loaded_columns(slot, half, row) for half in range(2)]
         for half, each in enumerate(wide):
-            compat.store_as_it_is(own.at[pl.ds(half * HALF, HALF)], jnp.max(jnp.abs(each), axis=1))
+            compat.kernels.store_as_it_is(own.at[pl.ds(half * HALF, HALF)], jnp.max(jnp.abs(each), axis=1))
         plgpu.commit_smem()
         largest = jnp.max(plgpu.load(own, layout=plgpu.Layout.WG_STRIDED((BLOCK,), vec_size=1)))
         scale = _scale_for(largest, self.plan.values)
@@ -168,7 +168,7 @@ class QuantizingKernel:
         """Quantise 64 rows of 128 numbers, and store them with their scales."""
         (values, scales), (row, column) = results, at
         scale = self._quantize(wide, slot)
-        compat.store_as_it_is(scales.at[pl.ds(row, HALF), lax.div(column, BLOCK)], scale)
+        compat.kernels.store_as_it_is(scales.at[pl.ds(row, HALF), lax.div(column, BLOCK)], scale)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(self.copied.at[slot], values.at[pl.ds(row, HALF), pl.ds(column, BLOCK)])
 

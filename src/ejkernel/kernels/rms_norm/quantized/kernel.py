@@ -97,5 +97,5 @@ class QuantizedRowKernel(LongRowKernel):
         scale = jnp.where(largest < jnp.inf, scale, jnp.full_like(scale, jnp.nan))  # NaN is not less either
         factor = plgpu.layout_cast(lax.broadcast_in_dim(1.0 / scale, wide.shape, [0]), self._blocks)
         # Rounding may lead beyond the largest number: the conversion saturates.
-        compat.store_as_it_is(result.at[part], (wide * factor).astype(self.plan.values))
-        compat.store_as_it_is(self.extra[0].at[at, pl.ds(part.start, part.size)], scale)
+        compat.kernels.store_as_it_is(result.at[part], (wide * factor).astype(self.plan.values))
+        compat.kernels.store_as_it_is(self.extra[0].at[at, pl.ds(part.start, part.size)], scale)

@@ -16,7 +16,8 @@ from ejkernel.ops.autotuner.bench.oracle import Oracle, result_names
 from ejkernel.ops.autotuner.measure.memory import check_room, peak_bytes
 from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.core.callspec import CallSpec, array_names
-from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, hook, overrides
+from ejkernel.ops.core.hooks import form_of
+from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, overrides
 from ejkernel.ops.core.transformations.autodiff import Vjp, innermost
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, Out
@@ -47,7 +48,8 @@ class _RunAsReference:
     def reference(self, *args: object, **kwargs: object) -> Any:
         """Return the result of `run`."""
         config = self._choice.config
-        return hook(self._kernel, "run", self._choice.platform, config)(*args, cfg=config, **kwargs)
+        run = getattr(self._kernel, form_of(self._kernel, "run", self._choice.platform, config))
+        return run(*args, cfg=config, **kwargs)
 
 
 def without_rule(node: Node, choice: Choice) -> Node:
@@ -135,7 +137,7 @@ def _backward(oracle: Oracle, choice: Choice) -> tuple[Node, list[Any], list[str
 
 def run_once(node: Node, choice: Choice, inputs: Sequence[object], platform: str) -> Sequence[Any]:
     """Compile a node, run it once and return its results."""
-    compiled = compat.compiled_for_one_run(jax.jit(node.flat(choice)).lower(*inputs), platform)
+    compiled = compat.executables.compiled_for_one_run(jax.jit(node.flat(choice)).lower(*inputs), platform)
     check_room(peak_bytes(compiled) or 0, "the gradient")
     results: Sequence[Any] = jax.block_until_ready(compiled(*inputs))
     return results

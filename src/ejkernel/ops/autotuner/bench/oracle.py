@@ -68,7 +68,7 @@ class KeptSettings:
 
     def __init__(self, op_id: str) -> None:
         self._op_id = op_id
-        self._before = compat.process_settings()
+        self._before = compat.settings.process_settings()
         self._under_way: list[str] = []
         self._changes: dict[tuple[str, str, str], list[str]] = {}
         self._lock = threading.Lock()
@@ -82,7 +82,7 @@ class KeptSettings:
             yield
         finally:
             with self._lock:
-                changed = compat.put_back(self._before)
+                changed = compat.settings.put_back(self._before)
                 suspects = list(dict.fromkeys(self._under_way))
                 for name, (before, after) in changed.items():
                     known = self._changes.setdefault((name, repr(before), repr(after)), list(suspects))
@@ -265,7 +265,7 @@ class Oracle:
         except BaseException as error:  # noqa: BLE001 - without inputs and results, no candidate can be checked
             raise TuningError(
                 f"{self.inv.op_id}: example inputs or {what} failed: {error_text(error, notes=True)}"
-            ) from compat.without_our_frames(error)
+            ) from compat.programs.without_our_frames(error)
 
     def _warn_of_non_finite_references(self) -> None:
         """Warn once if a reference result is NaN or infinite everywhere."""
@@ -327,7 +327,7 @@ class Oracle:
     def _compiled(self, node: Node, arrays: Sequence[jax.Array], *, reference: bool) -> Callable[..., Any]:
         lowered = jax.jit(node.flat(dataclasses.replace(self.choice, reference=reference))).lower(*arrays)
         # It runs once: XLA's autotuning would occupy all cores for nothing.
-        compiled: Callable[..., Any] = compat.compiled_for_one_run(lowered, self.inv.platform)
+        compiled: Callable[..., Any] = compat.executables.compiled_for_one_run(lowered, self.inv.platform)
         if node is not self.inv.node:
             check_room(peak_bytes(compiled) or 0, "the gradient")
         return compiled

@@ -164,8 +164,8 @@ def _prepare() -> None:
     """Log register spills, and keep this process from opening devices."""
     settings.log_register_spills()
     # Some accelerators admit one process only; on others the first process takes most of the memory.
-    compat.leave_devices_alone()
-    compat.forget_compilations()
+    compat.settings.leave_devices_alone()
+    compat.settings.forget_compilations()
 
 
 def _carry_out(work: Callable[[], Program], scope: Scope) -> Program:

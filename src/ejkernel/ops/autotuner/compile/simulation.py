@@ -79,9 +79,9 @@ def simulate_for(inv: Invocation[Cfg, Out], choice: Choice, target: Target, *, f
         CandidateError: The simulator cannot estimate this program.
     """
     own, types = _prepared(folder), example_types(inv)
-    with target.entered(), compat.numerics(inv.numerics):
+    with target.entered(), compat.settings.numerics(inv.numerics):
         traced = _traced(inv.node, types, choice, target)
-        facts = compat.kernel_facts(traced.jaxpr)
+        facts = compat.tracing.kernel_facts(traced.jaxpr)
         reason = _why_refused(facts, target)
         if reason:
             raise CandidateError(f"not estimated: {reason}")
@@ -158,7 +158,7 @@ def _profiles(folder: Path) -> dict[str, int]:
     return found
 
 
-def _why_refused(facts: compat.KernelFacts, target: Target) -> str:
+def _why_refused(facts: compat.tracing.KernelFacts, target: Target) -> str:
     if facts.scalar_prefetch:
         return "a kernel's blocks depend on scalars in memory (scalar prefetch), which the simulator does not know"
     if facts.dynamic_grid:

@@ -101,7 +101,7 @@ class Target:
             return
         kind, cores = self.property_named("device_description_str"), int(self.property_named("core_count"))
         # Kernels choose by the name and the number of multiprocessors of the device.
-        with tracing_for(self.fingerprint), compat.abstract_device(self.platform, kind, cores):
+        with tracing_for(self.fingerprint), compat.executables.abstract_device(self.platform, kind, cores):
             yield
 
     def check(self, *, loads_compiler: bool) -> None:
@@ -148,7 +148,7 @@ def _sharding(description: str) -> Any:
         return _tpu_sharding(_field(description, "topology"))
     settings.compile_without_gpu()
     try:
-        return compat.gpu_topology_sharding(description)
+        return compat.executables.gpu_topology_sharding(description)
     except Exception as error:
         raise ConfigError(
             "compiling for a GPU on a machine without one needs JAX's CUDA plugin and NVIDIA's compiler, best in a "
@@ -164,7 +164,7 @@ def _tpu_sharding(topology: str) -> Any:
         raise _no_libtpu("it is not installed")
     settings.compile_without_tpu()
     try:
-        return compat.tpu_topology_sharding(topology)
+        return compat.executables.tpu_topology_sharding(topology)
     except Exception as error:
         raise _no_libtpu(f"{type(error).__name__}: {error}") from error
 
@@ -194,7 +194,7 @@ def compile_for(
         known: Digests of programs that are only lowered; they are returned without code.
     """
     types = [target.placed(like) for like in example_types(inv)]
-    with target.entered(), compat.numerics(inv.numerics):
+    with target.entered(), compat.settings.numerics(inv.numerics):
         try:
             lowered = jax.jit(inv.node.flat(choice)).lower(*types)
         except RuntimeError as error:
@@ -209,9 +209,9 @@ def compile_for(
             return Program(digest=digest, why_left="XLA tunes some of its operations on the device")
         if digest in known:
             return Program(digest=digest)
-        compiled = compat.compiled_to_be_serialized(lowered)
-        code = compat.serialized(compiled)
-        memory = compat.vector_memory(compiled.as_text()) if "@tpu_custom_call" in text else []
+        compiled = compat.executables.compiled_to_be_serialized(lowered)
+        code = compat.executables.serialized(compiled)
+        memory = compat.executables.vector_memory(compiled.as_text()) if "@tpu_custom_call" in text else []
     return Program(
         digest=digest,
         code=code,

@@ -14,14 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ejkernel.ops.autotuner.fleet.lines import FolderLine, Line
-from ejkernel.ops.autotuner.fleet.place import (
-    Assignment,
-    Location,
-    RefusedError,
-    carry_out,
-    tune_at_place,
-    versions,
-)
+from ejkernel.ops.autotuner.fleet.place import Assignment, Location, RefusedError, carry_out, tune_at_place, versions
 from ejkernel.ops.autotuner.process.supervisor import Supervisor, WorkerDiedError, WorkerStatus, interrupts_held_back
 from ejkernel.ops.autotuner.process.watch import Cancellation, Instruction
 from ejkernel.ops.autotuner.process.worker import this_slot

@@ -49,7 +49,7 @@ _TINY = 1e-300  # avoids division by zero
 
 def tolerance(dtype: Any, *, platform: str, precision: str | None) -> Tolerance:
     """Return the tolerance for results of `dtype`."""
-    name = str(compat.finfo(dtype).dtype) if jnp.issubdtype(dtype, jnp.complexfloating) else str(dtype)
+    name = str(compat.tracing.finfo(dtype).dtype) if jnp.issubdtype(dtype, jnp.complexfloating) else str(dtype)
     if name == "float32" and platform != "cpu" and precision not in ("highest", "float32"):
         return _LOOSE_FLOAT32
     return _TOLERANCE.get(name, _DEFAULT)
@@ -140,7 +140,7 @@ def deviations(
 def _deviation(name: str, result: Any, true: Any, allowance: Callable[..., Tolerance], of: str) -> Deviation:
     if result.shape != true.shape:
         return Deviation(math.inf, 0.0, f"{name} has shape {result.shape}, {of} {true.shape}")
-    if compat.dtypes.issubdtype(result.dtype, compat.dtypes.prng_key):
+    if compat.tracing.dtypes.issubdtype(result.dtype, compat.tracing.dtypes.prng_key):
         result, true = jax.random.key_data(result), jax.random.key_data(true)
     if not jnp.issubdtype(result.dtype, jnp.inexact):
         return _deviation_of_integers(name, result, true, of)

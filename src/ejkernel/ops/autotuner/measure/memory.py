@@ -19,7 +19,7 @@ _NOTABLE_SHARE: Final = 0.1
 
 def num_bytes(like: Any) -> int:
     """Return the size in bytes of an array of this shape and dtype; a random key counts as eight bytes."""
-    is_key = compat.dtypes.issubdtype(like.dtype, compat.dtypes.prng_key)
+    is_key = compat.tracing.dtypes.issubdtype(like.dtype, compat.tracing.dtypes.prng_key)
     each: int = 8 if is_key else like.dtype.itemsize
     return int(math.prod(like.shape)) * each
 

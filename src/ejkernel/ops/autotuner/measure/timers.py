@@ -82,7 +82,7 @@ def cupti_sample(function: Callable[[], Any], calls: int) -> float:
     Raises:
         TimerError: CUPTI is missing, another profiler uses it, or no kernel ran.
     """
-    seconds = compat.cupti_seconds(_repeated(function, calls))
+    seconds = compat.executables.cupti_seconds(_repeated(function, calls))
     if seconds is None:
         raise TimerError("CUPTI reported no kernel; another profiler may use it, or the function runs none.")
     return seconds / calls
@@ -95,7 +95,7 @@ def profiler_sample(function: Callable[[], Any], calls: int) -> float:
         TimerError: Another trace is running, or the trace contains no program on a device.
     """
     try:
-        planes = compat.profiled_planes(_repeated(function, calls))
+        planes = compat.executables.profiled_planes(_repeated(function, calls))
     except RuntimeError as error:
         raise TimerError(f"JAX's profiler cannot be had: {error}") from error
     seconds = device_seconds(planes)
@@ -145,7 +145,7 @@ def work_between(before: Mapping[str, float], after: Mapping[str, float], calls:
 WALL = Timer("wall", wall_sample)
 # For calls that run on the host's processors.
 HOST = Timer("wall", host_sample, seconds=_HOST_SAMPLE_SECONDS, threads=thread_seconds)
-CUPTI = Timer("cupti", cupti_sample, compat.detach_cupti)
+CUPTI = Timer("cupti", cupti_sample, compat.executables.detach_cupti)
 PROFILER = Timer("profiler", profiler_sample)
 _BY_PLATFORM = {"cpu": HOST, "gpu": CUPTI, "tpu": PROFILER}
 

@@ -116,7 +116,7 @@ def _wait_at_exit() -> None:
     for thread in list(_threads.values()):
         thread.wait(max(0.0, end - time.monotonic()))
     if _abandoned:
-        compat.silence_failed_callbacks()
+        compat.settings.silence_failed_callbacks()
         raise_in([*(thread.ident for thread in _abandoned), *_of_callbacks()])
     for thread in _abandoned:
         thread.wait(_AT_EXIT_LEFT)
@@ -136,11 +136,11 @@ def in_callers_context(work: Callable[[], T], *, deeper: bool = False) -> Callab
     """
     depth = search_depth() + deeper
     device = default_device()
-    numerics = compat.numerics_in_force()
+    numerics = compat.settings.numerics_in_force()
     scope = dataclasses.replace(current_scope(), recording=())
 
     def inside() -> T:
-        with at_search_depth(depth), compat.numerics(numerics), jax.default_device(device), entered(scope):
+        with at_search_depth(depth), compat.settings.numerics(numerics), jax.default_device(device), entered(scope):
             return work()
 
     return inside

@@ -22,12 +22,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ejkernel.ops.autotuner.process.lifetime import (
-    module_path,
-    reset_in_forks,
-    start_process,
-    use_module_path,
-)
+from ejkernel.ops.autotuner.process.lifetime import module_path, reset_in_forks, start_process, use_module_path
 from ejkernel.ops.autotuner.process.messages import Exchange
 from ejkernel.ops.autotuner.process.serve import BEATS, RUNNING, SHARED, STOP, WAKES, begin_serving, reports, serve
 from ejkernel.ops.autotuner.process.supervisor import Signs, Supervisor, WorkerDiedError

@@ -34,7 +34,7 @@ from ejkernel.ops.config._files import (
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.core.declared_names import note_config_types
+from ejkernel.ops.core.declared_names import config_type_of
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import CacheWarning
@@ -250,15 +250,8 @@ class MeasurementStore(Shown):
             is_same = all(search.provenance.get(name) == here.get(name) for name in here if name != "time")
             is_same = is_same and are_alike(search.shares, wanted)
             is_open = search.progress.state == SearchState.PARTIAL
-            return search.measured(self._config_type(inv)) if is_open and is_same else ()
+            return search.measured(config_type_of(inv, inv.kernel)) if is_open and is_same else ()
         return ()
-
-    @staticmethod
-    def _config_type(inv: Invocation[Cfg, Out]) -> Any:
-        if inv.kernel is None:
-            return None
-        note_config_types(inv, inv.kernel)
-        return inv.kernel.config_type
 
     def records(self, inv: Invocation[Cfg, Out], *, count: int = RECORDS) -> list[Record]:
         """Return the measurements of the call and of similar calls, as starting points of a search.
@@ -284,7 +277,7 @@ class MeasurementStore(Shown):
                 other = log.key.call != inv.key.call
                 rank = (2 * other + elsewhere, apart, f"{log.key.device} {log.key.call}")
                 by_key.setdefault(log.key, (rank, []))[1].append(log)
-        cfg_type = self._config_type(inv)
+        cfg_type = config_type_of(inv, inv.kernel)
         found: list[Record] = []
         for (*_, label), logs in sorted(by_key.values(), key=lambda item: item[0]):
             searches = [search for log in logs if (search := _loaded(log)) is not None]

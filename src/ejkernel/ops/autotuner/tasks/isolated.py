@@ -74,7 +74,7 @@ def _carry_out(task: TuningTask, scope: Scope, sent: float) -> AutotuneData:
     with (
         entered(scope),
         on_device_of(task.inv),
-        compat.numerics(task.inv.numerics),
+        compat.settings.numerics(task.inv.numerics),
         on_event(lambda event: mine.send(Happened(event))),
     ):
         return on_measuring_thread(run.run)

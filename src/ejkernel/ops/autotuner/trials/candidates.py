@@ -20,7 +20,7 @@ from ejkernel.ops.config._files import UnusableError, read_file
 from ejkernel.ops.config.cache import config_token
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, hook
+from ejkernel.ops.core.kernel import Kernel, heuristic_config
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import (
     CandidateError,
@@ -133,10 +133,9 @@ def exchange(one: Candidate, other: Candidate) -> None:
 def heuristic_of(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Any]:
     """Return a list of the heuristic's configuration; empty if the kernel has none."""
     try:
-        config = hook(kernel, "heuristic_cfg", inv.platform)(inv)
+        return [heuristic_config(kernel, inv)]
     except NoConfigError:
         return []
-    return [config]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -225,8 +224,8 @@ class Program:
             )
         # Code compiled elsewhere expects the runtime of its kernels in this process.
         if self.mosaic:
-            compat.load_mosaic_gpu_runtime()
-        return compat.loaded(code, inputs=self.inputs, outputs=self.outputs)
+            compat.executables.load_mosaic_gpu_runtime()
+        return compat.executables.loaded(code, inputs=self.inputs, outputs=self.outputs)
 
 
 def is_first(device: jax.Device) -> bool:

@@ -60,11 +60,7 @@ class CameOut(enum.StrEnum):
         return _IN_WORDS[self]
 
 
-_IN_WORDS: Final = {
-    CameOut.WINS: "it wins",
-    CameOut.STAYS: "heuristic kept",
-    CameOut.UNDECIDED: "undecided",
-}
+_IN_WORDS: Final = {CameOut.WINS: "it wins", CameOut.STAYS: "heuristic kept", CameOut.UNDECIDED: "undecided"}
 
 
 class SearchState(enum.StrEnum):
@@ -107,12 +103,7 @@ class SearchProgress:
 
     @classmethod
     def of(
-        cls,
-        statuses: Collection[Status | str],
-        *,
-        planned: int = 0,
-        unconfirmed: bool = False,
-        undecided: bool = False,
+        cls, statuses: Collection[Status | str], *, planned: int = 0, unconfirmed: bool = False, undecided: bool = False
     ) -> SearchProgress:
         """Return the progress of a search.
 

@@ -27,7 +27,7 @@ from ejkernel.ops.config.cache import config_token
 from ejkernel.ops.config.selection import Consulted, Resolution
 from ejkernel.ops.config.tiers.tier import AGREED, OVERLAY
 from ejkernel.ops.core.context import current_scope
-from ejkernel.ops.core.declared_names import note_config_types, read_config, type_name
+from ejkernel.ops.core.declared_names import config_type_of, read_config, type_name
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import check_config
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
@@ -130,7 +130,7 @@ def _key_of(inv: Invocation[Cfg, Out]) -> ConfigKey | None:
 
 def call_name(inv: Invocation[Cfg, Out]) -> str:
     """Return the name of a call in the store. It omits the device, which may differ between processes."""
-    span = inv.span or compat.Span(0)
+    span = inv.span or compat.processes.Span(0)
     where = f"{span.devices} {'partitioned ' * span.partitioned}devices" if span.devices else "any devices"
     return f"{inv.op_id_v}:{inv.call_key}{_own_form(inv)} on {inv.platform}, {where}{_of(span.processes)}"
 
@@ -221,12 +221,7 @@ def decoded(call: str, decision: Decision, inv: Invocation[Any, Any]) -> Any:
     """
     who, kernel = f"process {decision.process}", inv.kernel
     try:
-        cfg_type = None
-        if kernel is not None:
-            # The type may be unknown so far, because this process has made no such configuration yet.
-            note_config_types(inv, kernel)
-            cfg_type = kernel.config_type
-        config = read_config(decision.config, decision.config_type, cfg_type)
+        config = read_config(decision.config, decision.config_type, config_type_of(inv, kernel))
         if kernel is not None:
             check_config(kernel, config, "the configuration")
         found = digest_of_config(config)

@@ -72,7 +72,7 @@ class Book:
 
     patience_s: Final = 60.0
 
-    def __init__(self, store: compat.CoordinationStore) -> None:
+    def __init__(self, store: compat.processes.CoordinationStore) -> None:
         self.store = store
         self.process = jax.process_index()
         self.used: dict[str, tuple[str, ...]] = {}
@@ -183,7 +183,7 @@ def current_book() -> Book:
         LookupError: The process has joined no service; the message has the reason.
     """
     with _making:
-        store = compat.coordination_store()
+        store = compat.processes.coordination_store()
         # Only for the latest service: a process may leave a service and join another with other decisions.
         if not _books or _books[0].store is not store:
             _books[:] = [Book(store)]

@@ -9,7 +9,7 @@ from ejkernel import compat
 from ejkernel.ops.config.cache import config_token
 from ejkernel.ops.config.tiers.tier import Consulted
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, hook
+from ejkernel.ops.core.kernel import Kernel, heuristic_config
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import NoConfigError
@@ -64,7 +64,7 @@ def why_not_traced(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], config: 
     if error is None:
         return ""
     try:
-        usual = hook(kernel, "heuristic_cfg", inv.platform)(inv)
+        usual = heuristic_config(kernel, inv)
     except NoConfigError:
         return error_text(error)
     return "" if _traced(inv, usual) is not None else error_text(error)
@@ -73,8 +73,8 @@ def why_not_traced(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], config: 
 def _traced(inv: Invocation[Any, Any], config: object) -> Exception | None:
     """Return the error of a call traced with a configuration, or `None`."""
     try:
-        with compat.numerics(inv.numerics):
-            compat.traced(inv.node.flat(Choice(config=config, platform=inv.platform)), inv.argument_types)
+        with compat.settings.numerics(inv.numerics):
+            compat.tracing.traced(inv.node.flat(Choice(config=config, platform=inv.platform)), inv.argument_types)
     except Exception as error:  # noqa: BLE001 - returned
         return error
     return None

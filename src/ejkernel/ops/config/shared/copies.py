@@ -22,16 +22,7 @@ from ejkernel.ops.config._writing import write_chunks
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.shared import packs
 from ejkernel.ops.config.shared.choice import best_of_classes, by_preference
-from ejkernel.ops.config.shared.packs import (
-    SUFFIX,
-    DamagedError,
-    Pack,
-    checked,
-    line_of,
-    read_line,
-    token_in,
-    token_of,
-)
+from ejkernel.ops.config.shared.packs import SUFFIX, DamagedError, Pack, checked, line_of, read_line, token_in, token_of
 from ejkernel.ops.utils.error_text import printable
 
 logger = logging.getLogger(__name__)

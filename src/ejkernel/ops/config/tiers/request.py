@@ -14,15 +14,15 @@ from ejkernel.ops.config.staleness import standing
 from ejkernel.ops.config.tiers import tier as tiers
 from ejkernel.ops.config.tiers.tier import Consulted, Resolution, Tier
 from ejkernel.ops.core.context import current_scope
-from ejkernel.ops.core.declared_names import check_kind, decode_config, note_config_types
+from ejkernel.ops.core.declared_names import check_kind, config_type_of, decode_config
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, check_config, hook
+from ejkernel.ops.core.kernel import Kernel, check_config, heuristic_config
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import NO_HEURISTIC, CacheWarning, ConfigError, NoConfigError, SerializationError
 from ejkernel.ops.utils.formatting import counted
 from ejkernel.ops.utils.messages.warn import warn
 
-Answer = Resolution[Any] | Consulted | str  # an answer, with or without a note, or the reason for no answer
+Answer = Consulted | str  # an answer, or the reason for no answer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +51,9 @@ class Request:
     dry: bool
     looks: bool
 
-    def answer(self, config: object, tier: Tier) -> Resolution[Any]:
+    def answer(self, config: object, tier: Tier, note: str = "") -> Consulted:
         """Return a configuration as the answer of a tier."""
-        return Resolution(config, tier.name, self.key)
+        return Consulted(tier.name, Resolution(config, tier.name, self.key), note)
 
     def _misfit(self, config: object, what: str) -> str:
         """Return why the kernel rejects a configuration, and warn; empty if the kernel accepts it."""
@@ -99,7 +99,7 @@ class Request:
         if found.tier.is_provisional:
             return f"only an unmeasured answer, from {found.source}"
         misfit = self._misfit(found.config, "the configuration in memory")
-        return misfit or found
+        return misfit or Consulted(tiers.MEMORY.name, found)
 
     def saved(self, tier: Tier, wanted: Action) -> Answer:
         """Return the first saved configuration with the action `wanted` under the stale policy."""
@@ -107,16 +107,15 @@ class Request:
             return "the chain has no persistent cache"
         if self.key is None:
             return self.no_key
-        note_config_types(self.inv, self.kernel)
         notes = []
         # Ask each layer: the policy may refuse an entry, and a later layer may have one from the current environment.
-        for config, entry in saved_in(self.persistent, self.key, self.kernel.config_type):
+        for config, entry in saved_in(self.persistent, self.key, config_type_of(self.inv, self.kernel)):
             misfit = self._misfit(config, "its entry in the persistent cache")
             if misfit:
                 return misfit
             action, why = standing(self.policy.stale, entry, self.kernel, self.inv, look=self.dry)
             if action == wanted:
-                return Consulted(tier.name, self.answer(config, tier), why)
+                return self.answer(config, tier, why)
             notes.append(f"{why}: the policy says {action}")
         return Consulted(tier.name, None, "; ".join(dict.fromkeys(notes)) or "no entry", is_rejected=bool(notes))
 
@@ -133,10 +132,9 @@ class Request:
             return self.no_key
         if not getattr(self.persistent, "shipped", False):
             return "the chain does not use shipped configurations"
-        note_config_types(self.inv, self.kernel)
         device = sister_of(self.key.device) if tier is tiers.SISTER else self.key.device
         key = None if device is None else self.key._replace(device=device)
-        found = None if key is None else shipped_config(key, self.kernel.config_type)
+        found = None if key is None else shipped_config(key, config_type_of(self.inv, self.kernel))
         if found is None:
             return "no entry of a similar device" if tier is tiers.SISTER else "no entry"
         misfit = self._misfit(found.config, "the shipped configuration")
@@ -144,7 +142,7 @@ class Request:
         # program. A rejection is a silent miss, listed by `explain`.
         if not misfit:
             misfit = self.kernel.why_not(self.inv, found.config)
-        return misfit or Consulted(tier.name, self.answer(found.config, tier), found.note)
+        return misfit or self.answer(found.config, tier, found.note)
 
     def published(self) -> Answer:
         """Return the preferred configuration that others published, unless it does not run here."""
@@ -154,7 +152,7 @@ class Request:
         for found in self.kernel.published(self.inv):
             why = found.why_not or found.why_not_untuned
             if not why:
-                return Consulted(tiers.PUBLISHED.name, self.answer(found.config, tiers.PUBLISHED), found.note)
+                return self.answer(found.config, tiers.PUBLISHED, found.note)
             notes.append(why)
         return "; ".join(dict.fromkeys(notes)) or "none for this call"
 
@@ -170,20 +168,20 @@ class Request:
         note = f"{note}; {found.source()}"
         if best is None:
             return note
-        note_config_types(self.inv, self.kernel)
+        config_type_of(self.inv, self.kernel)  # lets the estimate name it
         try:
             config = decode_config(best.config, best.config_type)
         except (ConfigError, SerializationError) as error:  # of another version of the kernel
             return f"the estimated configuration cannot be read: {error}"
         misfit = self._misfit(config, "the estimated configuration") or self.kernel.why_not(self.inv, config)
-        return misfit or Consulted(tiers.ESTIMATED.name, self.answer(config, tiers.ESTIMATED), note)
+        return misfit or self.answer(config, tiers.ESTIMATED, note)
 
     def heuristic(self) -> Answer:
         """Return the kernel's heuristic configuration."""
         if not self.policy.heuristic:
             return "the policy does not allow it (heuristic=False)"
         try:
-            config = hook(self.kernel, "heuristic_cfg", self.inv.platform)(self.inv)
+            config = heuristic_config(self.kernel, self.inv)
         except NoConfigError:
             return NO_HEURISTIC
         return self.answer(config, tiers.HEURISTIC)

@@ -76,7 +76,9 @@ class ExplicitSplit:
 
     def typed(self, avals: Sequence[Any]) -> list[Any]:
         """Return the result types with their shardings."""
-        return [compat.with_spec(aval, self.mesh, spec) for aval, spec in zip(avals, self.wanted, strict=True)]
+        return [
+            compat.partitioning.with_spec(aval, self.mesh, spec) for aval, spec in zip(avals, self.wanted, strict=True)
+        ]
 
 
 def explicit_split(node: Node, avals: Sequence[Any], outs: Sequence[HasType]) -> ExplicitSplit:
@@ -87,18 +89,18 @@ def explicit_split(node: Node, avals: Sequence[Any], outs: Sequence[HasType]) ->
     Raises:
         ArgumentError: A sharded axis cannot be split.
     """
-    mesh = compat.explicit_mesh(avals)
-    specs = [compat.spec_of(aval) for aval in avals]
+    mesh = compat.tracing.explicit_mesh(avals)
+    specs = [compat.partitioning.spec_of(aval) for aval in avals]
     found = factors(node, avals)
     if found is None:
         names = [tuple((None,) * len(array.shape) for array in arrays) for arrays in (avals, outs)]
         found = Factors(operands=names[0], results=names[1], splittable=frozenset(), follows=())
         specs = [PartitionSpec() for _ in avals]
-    shapes = _shapes(node, found, avals, outs, compat.explicit_sizes(mesh))
+    shapes = _shapes(node, found, avals, outs, compat.partitioning.explicit_sizes(mesh))
     # With explicit axes the program controls data movement: never reshard implicitly.
     chosen = split(found, shapes, specs, move=False)
     _check_all_axes_are_split(node, specs, chosen)
-    own = [_whole_spec(compat.spec_of(aval), aval) for aval in avals]
+    own = [_whole_spec(compat.partitioning.spec_of(aval), aval) for aval in avals]
     gradients = specs_of_gradients(node, own, list(map(_whole_spec, chosen.result_specs, outs)))
     wanted = chosen.result_specs if gradients is None else [PartitionSpec(*spec) for spec in gradients]
     return ExplicitSplit(mesh=mesh, split=chosen, wanted=wanted)
@@ -151,23 +153,23 @@ def lower_split(ctx: Any, values: Sequence[Any], call: SplitCall, *, gathered: b
     if not (may_split or gathered):
         return None
     # XLA may split a shard along explicit axes further, along automatic axes.
-    if call.extent is Extent.WHOLE and compat.explicit_mesh(ctx.avals_in) is not None:
+    if call.extent is Extent.WHOLE and compat.tracing.explicit_mesh(ctx.avals_in) is not None:
         return _lower_explicit(ctx, values, call, explicit_split(call.node, ctx.avals_in, ctx.avals_out))
-    return _lower_auto(ctx, values, call) if may_split and compat.is_partitioned() else None
+    return _lower_auto(ctx, values, call) if may_split and compat.programs.is_partitioned() else None
 
 
 def _lower_explicit(ctx: Any, values: Sequence[Any], call: SplitCall, found: ExplicitSplit) -> Any:
     run = functools.partial(_bound, call, Extent.EXPLICIT_SHARD, found.split)
-    shard = shard_function(found.split, run, wide_sums=compat.has_auto_axes(found.mesh))
-    over_axes = compat.over_explicit_axes(
+    shard = shard_function(found.split, run, wide_sums=compat.partitioning.has_auto_axes(found.mesh))
+    over_axes = compat.partitioning.over_explicit_axes(
         shard,
         found.mesh,
         given=found.split.operand_specs,
         split=found.split.result_specs,
-        sums=compat.missing_sums(ctx),
+        sums=compat.partitioning.missing_sums(ctx),
         wanted=found.wanted,
     )
-    return compat.lower_function(ctx, over_axes, *values)
+    return compat.programs.lower_function(ctx, over_axes, *values)
 
 
 def _bound(call: SplitCall, extent: Extent, found: Split, *arrays: Any) -> Sequence[Any]:
@@ -179,7 +181,7 @@ def _lower_auto(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
     found = factors(call.node, ctx.avals_in)
     if found is None:
         return None
-    meshes = compat.logical_meshes(ctx)
+    meshes = compat.partitioning.logical_meshes(ctx)
     reason = _why_not_split(ctx, meshes)
     if reason:
         _warn_once(call.node.spec.kernel.op_id, reason)
@@ -187,12 +189,12 @@ def _lower_auto(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
     shapes = _shapes(call.node, found, ctx.avals_in, ctx.avals_out, {})
 
     # XLA calls this during compilation, when the shardings are known; `compat` may call it earlier, to find the shards.
-    def asked(mesh: Mapping[str, int], specs: list[PartitionSpec]) -> compat.AskedToSplit:
+    def asked(mesh: Mapping[str, int], specs: list[PartitionSpec]) -> compat.partitioning.AskedToSplit:
         chosen = split(found, dataclasses.replace(shapes, mesh=mesh), specs, move=True)
         shard = shard_function(chosen, functools.partial(_bound, call, Extent.LOCAL, chosen))
-        return compat.AskedToSplit(chosen.operand_specs, chosen.result_specs, _on_one_device(shard))
+        return compat.partitioning.AskedToSplit(chosen.operand_specs, chosen.result_specs, _on_one_device(shard))
 
-    out = compat.lower_to_be_split(
+    out = compat.partitioning.lower_to_be_split(
         ctx,
         lambda *arrays: call.bind(call.node, Extent.LOCAL, arrays),
         *values,
@@ -202,14 +204,14 @@ def _lower_auto(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
     )
     kernel = call.node.spec.kernel
     # Computed only if JAX stores such programs, because it needs a trace and all saved entries.
-    digest = f":{call.digest()}" if compat.stores_split_programs() else ""
-    compat.label_value(out[0], values, SPLIT, f"{kernel.op_id}{call.node.suffix}@v{kernel.version}{digest}")
-    return compat.lower_sums_over_manual_axes(ctx, *out)
+    digest = f":{call.digest()}" if compat.partitioning.stores_split_programs() else ""
+    compat.programs.label_value(out[0], values, SPLIT, f"{kernel.op_id}{call.node.suffix}@v{kernel.version}{digest}")
+    return compat.partitioning.lower_sums_over_manual_axes(ctx, *out)
 
 
 def _on_one_device(shard: Callable[..., Any]) -> Callable[..., Any]:
     def computed(*arrays: Any) -> Any:
-        with compat.on_one_device():
+        with compat.partitioning.on_one_device():
             return shard(*arrays)
 
     return computed
@@ -235,11 +237,11 @@ def _shapes(
     return Shapes(operands=shapes[0], results=shapes[1], mesh=mesh)
 
 
-def _why_not_split(ctx: Any, meshes: Sequence[compat.LogicalMesh]) -> str:
+def _why_not_split(ctx: Any, meshes: Sequence[compat.partitioning.LogicalMesh]) -> str:
     """Return why a call of this program cannot be split; `""` if it can."""
-    if compat.is_exporting(ctx):
+    if compat.partitioning.is_exporting(ctx):
         return "an exported program cannot call Python to split it"
-    if not compat.uses_shardy():
+    if not compat.partitioning.uses_shardy():
         return "GSPMD partitions this program, but only Shardy supports the rule (jax_use_shardy_partitioner=True)"
     if any(jnp.issubdtype(aval.dtype, jax.dtypes.extended) for aval in (*ctx.avals_in, *ctx.avals_out)):
         return "XLA's partitioner does not support jax.random keys here (pass jax.random.key_data instead)"

@@ -42,11 +42,11 @@ def with_own_arguments(node: Node, arrays: Sequence[Any], split: Split) -> tuple
     own = arrays[node.lead : node.lead + count]
     levels = _levels(node, count)
     trace = _Trace(CallPart(split), node.spec)
-    jaxpr = compat.traced(trace, _examples(own, levels))
-    origins = compat.origins(jaxpr)
+    jaxpr = compat.tracing.traced(trace, _examples(own, levels))
+    origins = compat.tracing.origins(jaxpr)
     _check_handed_on(kernel.op_id, own, origins)
     replacement = _Replacement(trace.spec, count, origins)
-    compute: Callable[..., Any] = lambda *given: tuple(compat.evaluate(jaxpr, given))  # noqa: E731
+    compute: Callable[..., Any] = lambda *given: tuple(compat.tracing.evaluate(jaxpr, given))  # noqa: E731
     # The hook sees one example. A result that depends on no batched argument stays unbatched, so that the shard's key
     # equals that of the call inside `shard_map`.
     for axes in levels:
@@ -128,7 +128,7 @@ class _Replacement:
 
     spec: CallSpec
     count: int
-    origins: Sequence[compat.Origin]
+    origins: Sequence[compat.tracing.Origin]
 
     def within(self, items: Sequence[_Any], lead: int, new: Sequence[_Any]) -> tuple[_Any, ...]:
         """Return per-argument items with `new` in place of those of the call's own arrays."""
@@ -185,7 +185,7 @@ def _examples(arrays: Sequence[HasType], levels: Sequence[Sequence[_Axis]]) -> l
     return found
 
 
-def _check_handed_on(op_id: str, arrays: Sequence[HasType], origins: Sequence[compat.Origin]) -> None:
+def _check_handed_on(op_id: str, arrays: Sequence[HasType], origins: Sequence[compat.tracing.Origin]) -> None:
     """Raise a `KernelError` unless every differentiable array is passed through once, unchanged and in order."""
     inexact = [index for index, array in enumerate(arrays) if is_inexact(array)]
     if [origin.argument for origin in origins if origin.argument in inexact] != inexact:

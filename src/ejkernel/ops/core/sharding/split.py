@@ -324,4 +324,4 @@ def _finished(found: Split, names: Sequence[Factor], shape: Shape, result: Any, 
     sums = found.sums(names)
     if not sums:
         return result
-    return compat.wide_sum(result, sums) if wide else jax.lax.psum(result, sums)
+    return compat.partitioning.wide_sum(result, sums) if wide else jax.lax.psum(result, sums)

@@ -11,15 +11,7 @@ import jax
 
 from ejkernel import compat
 from ejkernel.ops.core.transformations.batching import LinearVmapped, Vmapped, no_cotangent
-from ejkernel.ops.core.transformations.nodes import (
-    Choice,
-    Flat,
-    Forward,
-    Node,
-    NonlinearWrapper,
-    Wrapper,
-    run_vjp,
-)
+from ejkernel.ops.core.transformations.nodes import Choice, Flat, Forward, Node, NonlinearWrapper, Wrapper, run_vjp
 from ejkernel.ops.errors import GradientError
 
 SUFFIXES: Final = {"vmap": "", "jvp": ".jvp", "vjp": ".bwd"}  # of the operation's name, by the kind of a step
@@ -116,7 +108,7 @@ class Linear(Wrapper):
     def _all_tangents(self, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[Any, ...]:
         given = iter(tangents)
         return tuple(
-            next(given) if has else compat.zeros_of_tangent(p) for p, has in zip(primals, self.wrt, strict=True)
+            next(given) if has else compat.tracing.zeros_of_tangent(p) for p, has in zip(primals, self.wrt, strict=True)
         )
 
     def _wanted(self, gradients: Sequence[jax.Array | None]) -> tuple[Any, ...]:

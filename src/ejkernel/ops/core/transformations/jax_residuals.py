@@ -59,7 +59,7 @@ class _SavedForward:
 def forward_with_jax_residuals(run: Flat, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
     """Return the outputs of `run`, and those arrays saved by JAX that the backward cannot obtain otherwise."""
     traced = _traced(run, arrays)
-    results = compat.evaluate(traced.jaxpr, arrays)
+    results = compat.tracing.evaluate(traced.jaxpr, arrays)
     return tuple(results[: traced.num_outputs]), [results[at] for at in traced.saved_at]
 
 
@@ -117,12 +117,12 @@ def _traced(run: Flat, arrays: Sequence[Any]) -> _SavedForward:
         # Return them from the same trace, so that arguments, outputs and constants among them can be recognised.
         return (*out, *[jnp.asarray(leaf) for leaf in leaves])
 
-    jaxpr = compat.traced(forward, [jax.typeof(array) for array in arrays])
-    sources = _sources(compat.origins(jaxpr), counts[0])
+    jaxpr = compat.tracing.traced(forward, [jax.typeof(array) for array in arrays])
+    sources = _sources(compat.tracing.origins(jaxpr), counts[0])
     return _SavedForward(jaxpr=jaxpr, num_outputs=counts[0], pullback=pullbacks[0], sources=sources)
 
 
-def _sources(origins: Sequence[compat.Origin], num_outputs: int) -> tuple[_Source, ...]:
+def _sources(origins: Sequence[compat.tracing.Origin], num_outputs: int) -> tuple[_Source, ...]:
     """Return the source of each result after the outputs; equal arrays are saved once."""
     outputs = {origin.name: index for index, origin in reversed(list(enumerate(origins[:num_outputs])))}
     saved: dict[Any, int] = {}
@@ -141,4 +141,4 @@ def _sources(origins: Sequence[compat.Origin], num_outputs: int) -> tuple[_Sourc
 
 def _constants(traced: _SavedForward) -> Sequence[Any]:
     wanted = [False] * traced.num_outputs + [source.kind == "constant" for source in traced.sources]
-    return compat.evaluate_without_arguments(traced.jaxpr, wanted) if any(wanted) else []
+    return compat.tracing.evaluate_without_arguments(traced.jaxpr, wanted) if any(wanted) else []

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.ops.core.callspec import CallSpec, array_names
-from ejkernel.ops.core.hooks import Computation, has_residual_form, hook, overrides, writes_residual_form
+from ejkernel.ops.core.hooks import Computation, form_of, has_residual_form, overrides, writes_residual_form
 from ejkernel.ops.core.transformations.jax_residuals import forward_with_jax_residuals, gradients_from_jax_residuals
 from ejkernel.ops.errors import GradientError, KernelError
 from ejkernel.ops.utils.error_text import value_text
@@ -233,7 +233,8 @@ class Forward:
             return self._with_jax_residuals(choice, args, kwargs)
         with noting(kernel.op_id, choice.config, (args, kwargs)):
             if not self.residuals:
-                return hook(kernel, "run", choice.platform, choice.config)(*args, cfg=choice.config, **kwargs)
+                run = getattr(kernel, form_of(kernel, "run", choice.platform, choice.config))
+                return run(*args, cfg=choice.config, **kwargs)
             form = (choice.platform, choice.config)
             out = call_rule(kernel, "fwd_with_residuals", form, args, {"cfg": choice.config, **kwargs})
         if not (isinstance(out, tuple) and len(out) == 2):
@@ -266,7 +267,7 @@ class Forward:
         def gradients(*arrays: jax.Array) -> tuple[Any, ...]:
             primals, cts = arrays[: self.spec.num_arrays], arrays[self.spec.num_arrays :]
             out_tree = self._out_tree(choice, primals)
-            alike, own = compat.varying_alike(primals, cts)  # `flat_gradients` sums over devices
+            alike, own = compat.tracing.varying_alike(primals, cts)  # `flat_gradients` sums over devices
             args, kwargs = self.spec.join(alike)
             cotangents = as_outputs(out_tree, own)
             given = (args, choice.config, kwargs, cotangents)
@@ -307,7 +308,7 @@ def run_vjp(
     if not writes_residual_form(spec.kernel):
         run = Forward(spec).flat(choice)
         return gradients_from_jax_residuals(run, primals, saved, cts, out_tree.num_leaves, spec.kernel.op_id)
-    (saved, alike), cts = compat.varying_alike((saved, primals), cts)  # `flat_gradients` sums over devices
+    (saved, alike), cts = compat.tracing.varying_alike((saved, primals), cts)  # `flat_gradients` sums over devices
     out = jax.tree.unflatten(out_tree, saved[: out_tree.num_leaves])
     residuals = jax.tree.unflatten(residual_tree, saved[out_tree.num_leaves :])
     args, kwargs = spec.join(alike)
@@ -382,7 +383,7 @@ def _fit(op: str, name: str, primal: jax.Array, gradient: Any) -> jax.Array | No
         )
     # If an argument is replicated over the devices of a `shard_map`, its gradient is the sum over these devices.
     # Cast to the array's dtype: `jax.custom_vjp` would pass on a float32 gradient of a bfloat16 array unchanged.
-    fitted: jax.Array = compat.match_varying(primal, jnp.asarray(gradient, primal.dtype))
+    fitted: jax.Array = compat.tracing.match_varying(primal, jnp.asarray(gradient, primal.dtype))
     return fitted
 
 
@@ -400,7 +401,7 @@ def call_rule(
     Raises:
         KernelError: The rule cannot take these arguments; the message shows the required signature.
     """
-    rule = hook(kernel, name, *form)
+    rule = getattr(kernel, form_of(kernel, name, *form))
     try:
         signature = inspect.signature(rule)
     except (TypeError, ValueError):  # a builtin function may have none

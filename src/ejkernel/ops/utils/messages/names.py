@@ -135,7 +135,7 @@ def hide_frames(error: Exception) -> None:
     """
     from ejkernel import compat  # imports JAX, which commands start without
 
-    compat.without_our_frames(error)
+    compat.programs.without_our_frames(error)
 
 
 class NamedFields:

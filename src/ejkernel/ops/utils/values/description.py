@@ -141,7 +141,7 @@ class _Reader:
         name = _text(data["node"])
         cls = _CONTAINERS.get(name) or self._class(name, lambda c: True, "pytree type")
         children, aux = self.items(data["children"], depth), self.value(data["aux"], depth)
-        return _made(cls, lambda: compat.pytree_node(cls, aux, children))
+        return _made(cls, lambda: compat.tracing.pytree_node(cls, aux, children))
 
     def record(self, data: Any, depth: int) -> Any:
         cls = self._class(data["dataclass"], dataclasses.is_dataclass, "dataclass")

@@ -19,7 +19,7 @@ import struct
 import types
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -27,6 +27,7 @@ import numpy as np
 from ejkernel.ops.utils.weak_caches import Bounded
 
 Held = Callable[[], Any]
+T = TypeVar("T")
 
 _BY_VALUE = frozenset({bool, int, str, bytes, np.str_, np.bytes_, type(None), type(...)})
 _JAX_VALUES = (jax.sharding.PartitionSpec, jax.sharding.Sharding, jax.sharding.Mesh, jax.sharding.AbstractMesh)
@@ -71,23 +72,21 @@ class Weak(weakref.ref[Any]):
         return not self == other
 
 
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Strong:
     """A strong reference with the same equality, for objects that do not support weak references."""
 
-    __slots__ = ("_value",)
-
-    def __init__(self, value: object) -> None:
-        self._value = value
+    value: Any
 
     def __call__(self) -> Any:
         """Return the object."""
-        return self._value
+        return self.value
 
     def __hash__(self) -> int:
-        return id(self._value)
+        return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Strong) and other._value is self._value
+        return isinstance(other, Strong) and other.value is self.value
 
 
 def by_is(value: object) -> Held:
@@ -142,8 +141,12 @@ class Token:
         return self is other or (isinstance(other, Token) and self._parts == other._parts)
 
 
+class _Few(Bounded[T]):
+    most = 64
+
+
 _tokens: dict[int, tuple[Any, Token]] = {}  # by address; the weak reference's callback removes the entry
-_kept = Bounded[tuple[Any, Token]](64)  # by address, for a few objects without weak reference support, held alive
+_kept = _Few[tuple[Any, Token]]()  # by address, for objects without weak reference support, held alive
 
 
 def token_of(value: object) -> Hashable:
