@@ -25,6 +25,7 @@ from ejkernel.cli.rounds import Comparison, verdict
 from ejkernel.cli.shapes import call_of_types
 from ejkernel.cli.show import opened
 from ejkernel.ops.config.policy import looking_only
+from ejkernel.ops.core.hooks import reference_result
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, kernel_of, overrides
 from ejkernel.ops.core.types import Cost
@@ -139,7 +140,7 @@ def _functions(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Iterator[
     """Yield the functions to compare by name, the chosen one first."""
     yield CHOSEN, kernel
     if overrides(kernel, "reference"):
-        yield REFERENCE, kernel.reference
+        yield REFERENCE, lambda *args, **kwargs: reference_result(kernel, args, kwargs)
     if isinstance(kernel, Operation):
         for name in kernel.able(inv):
             yield name, functools.partial(_requested, kernel, name)

@@ -59,6 +59,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
     """
 
     implementations: ClassVar[Implementations] = Implementations({})
+    _not_for_reference = ("implementation",)  # nor does `describe` get it
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
