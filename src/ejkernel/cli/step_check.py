@@ -30,9 +30,10 @@ from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import arguments
 from ejkernel.ops.utils.storage.serialize import to_data
 
-SHARE: Final = 0.2  # of the time for all calls
-_OF_SEARCHES: Final = 0.25  # of the time of the searches
-_LEAST: Final = 60.0  # seconds, or half of them beyond a time for all calls
+_SHARE: Final = 0.2  # of the time for all calls, but at least 30 s, and at most half of it
+_LEAST_SHARE: Final = 30.0
+_OF_SEARCHES: Final = 0.25  # of the time of the searches, but at least a minute
+_LEAST: Final = 60.0
 _STUCK: Final = 600.0  # seconds, and ten times those allowed, after which the worker is ended
 
 Entries = Mapping[ConfigKey, tuple[Any, StoredEntry]]
@@ -143,7 +144,8 @@ class StepCheck:
             program=self.program,
             cache=self.cache,
             winners=winners,
-            seconds=max(seconds * _OF_SEARCHES, _LEAST) if allowed is None else max(allowed, _LEAST / 2),
+            seconds=max(seconds * _OF_SEARCHES, _LEAST) if allowed is None else max(allowed, 0.0),
+            why_short="which is long beside the searches" if allowed is None else "which is more than --time leaves",
             insists=self.insists,
         )
         answer = Answer(skipped=self.why_not) if self.why_not else self._ask(question)
@@ -221,6 +223,11 @@ class StepCheck:
         own = dict(earlier.measured or {})
         # The search of this run is the newest; it need not be repeated.
         return own | {name: measured[name] for name in ("search", "space") if name in own and name in measured}
+
+
+def step_seconds(time: float) -> float:
+    """Return the part of a time for all calls that the comparison of the step may take."""
+    return max(_SHARE * time, min(_LEAST_SHARE, time / 2))
 
 
 def _asked_elsewhere(question: Question) -> Answer:
