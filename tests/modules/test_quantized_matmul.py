@@ -123,7 +123,7 @@ def test_operators_say_what_to_use(use, text):
 @pytest.mark.parametrize("dtype", ["bf16", 3, "int8", None.__class__])
 def test_a_wrong_dtype_of_dequantize_is_named(dtype):
     made = quantize(jnp.ones((8, 8)))
-    with pytest.raises(ArgumentError, match="^dtype must be a floating-point dtype, e.g. 'bfloat16'; got"):
+    with pytest.raises(ArgumentError, match=r"^dtype must be a floating-point dtype, e.g. 'bfloat16'; got"):
         made.dequantize(dtype)
     assert made.dequantize("bfloat16").dtype == jnp.bfloat16
 
