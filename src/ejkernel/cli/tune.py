@@ -20,6 +20,7 @@ from rich.console import Console
 from ejkernel import settings
 from ejkernel.cli import report
 from ejkernel.cli.files import Found
+from ejkernel.cli.interrupts import delivered
 from ejkernel.cli.outcome import TuneOutcome
 from ejkernel.cli.progress import bars
 from ejkernel.cli.saved import SavedCalls
@@ -416,7 +417,7 @@ def _announcing_the_stop(console: Console) -> Iterator[None]:
             console.print(next(texts), highlight=False)
         signal.default_int_handler(number, frame)
 
-    before = signal.signal(signal.SIGINT, stop)
+    before = signal.signal(signal.SIGINT, delivered(stop))
     try:
         with _ended_like_ctrl_c():
             yield
