@@ -435,6 +435,7 @@ def test_a_fresh_process_uses_the_saved_configurations(program, capsys):
         ("absent:step", "there is no module 'absent'"),
         ("product:0123456789abcdef", "`ejkernel show --log product:0123456789abcdef` prints its search"),
         ("program:absent", "module 'program' has no 'absent'; it has step, forward, raises, nothing, forgetful."),
+        ("program:forwards", "module 'program' has no 'forwards'; did you mean 'forward'?"),
         ("program:forgetful", "must return (callable, args)"),
         ("program:number", "program:number must be a function, got 3"),
         ("program:product", "program:product is a kernel; name a function without arguments that returns a program"),

@@ -265,12 +265,14 @@ def step_lines(checked: Checked | None) -> list[str]:
 def not_compared(
     result: AutotuningResult, program: Program | None, cache: Path | None, *, elsewhere: bool
 ) -> list[str]:
-    """Return the line after `--no-check-step`; none without a program, or if no call has a faster configuration."""
-    if program is None or all(search.is_kept for search in result.searches):
+    """Return the line after `--no-check-step` and without a program; none if no call has a faster configuration."""
+    if all(search.is_kept for search in result.searches):
         return []
-    command = f"`ejkernel bench {with_cache(program.target, cache)}`"
+    target = "MODULE:FUNCTION" if program is None else program.target
+    command = f"`ejkernel bench {with_cache(target, cache)}`"
     where = f"{command} on a machine with its devices" if elsewhere else command
-    return [f"step not compared: a speed-up is that of a call by itself; {where} compares it."]
+    what = "the step of a program" if program is None else "it"
+    return [f"step not compared: a speed-up is that of a call by itself; {where} compares {what}."]
 
 
 def settled(result: AutotuningResult, checked: Checked | None) -> AutotuningResult:
