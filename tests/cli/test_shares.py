@@ -52,8 +52,8 @@ class Searches:
 def test_open_searches_share_the_time_left(monkeypatch):
     plans = [("partial", 10), ("complete", 40)], [("complete", 10)], [("undecided", 20), ("complete", 20)]
     searches = Searches(monkeypatch, plans)
-    result, started = searches.run(120, resume=False)
-    assert started == 3
+    result, not_started = searches.run(120, resume=False)
+    assert not not_started
     # Equal shares of the time left. Then a search that was not finished goes on, and an undecided one starts again.
     assert searches.seen == [(0, 40, False), (1, 55, False), (2, 100, False), (0, 40, True), (2, 40, True)]
     assert [search.progress.state for search in result.searches] == ["complete"] * 3
@@ -69,15 +69,22 @@ def test_an_undecided_search_is_repeated_only_if_its_time_suffices(monkeypatch, 
 
 def test_a_repeated_search_that_fails_leaves_the_result_of_the_first(monkeypatch):
     searches = Searches(monkeypatch, [[("complete", 5)], [("complete", 5)], [("partial", 5), ("failed", 5)]])
-    result, started = searches.run(60)
-    assert started == 3
+    result, not_started = searches.run(60)
+    assert not not_started
     assert [search.inv for search in result.searches] == CALLS
 
 
 def test_no_search_starts_after_the_end(monkeypatch):
     searches = Searches(monkeypatch, [[("partial", 20)], [("complete", 20)], []])
-    _, started = searches.run(42)
-    assert (started, len(searches.seen)) == (2, 2)
+    _, not_started = searches.run(42)
+    assert ([shared.inv for [shared] in not_started], len(searches.seen)) == (CALLS[2:], 2)
+
+
+def test_a_lone_candidate_is_measured_in_a_little_time(monkeypatch):
+    searches = Searches(monkeypatch, [[("complete", 38)], [], [("complete", 1)]])
+    monkeypatch.setattr(shares, "weight", lambda calls: 0.1 if calls[0].inv is CALLS[2] else 1.0)
+    _, not_started = searches.run(42)
+    assert [shared.inv for [shared] in not_started] == [CALLS[1]]
 
 
 @pytest.mark.parametrize(("time", "part"), [(20, 10), (60, 30), (100, 30), (150, 30), (300, 60)])

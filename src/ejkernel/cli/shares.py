@@ -32,7 +32,7 @@ def tune_in_time(
     todo: Sets,
     more: dict[str, Any],
     clock: Callable[[], float] = time.monotonic,
-) -> tuple[AutotuningResult, int]:
+) -> tuple[AutotuningResult, list[Sequence[SharedCall]]]:
     """Tune as many sets as fit into a time for all, at least one; each gets a share of the rest, by its weight.
 
     Searches that end without a decision then share the time left.
@@ -45,7 +45,7 @@ def tune_in_time(
         clock: Source of seconds.
 
     Returns:
-        The results, and the number of started sets.
+        The results, and the sets that were not started.
     """
     end = clock() + seconds
 
@@ -54,20 +54,20 @@ def tune_in_time(
             return tune_together(chain, [todo[number]], **more | options)
 
     weights = list(map(weight, todo))
-    results: list[AutotuningResult] = []
-    for number in range(len(todo)):
+    results: dict[int, AutotuningResult] = {}
+    for number, own in enumerate(weights):
         left = end - clock()
-        if results and left < _LEAST:
-            break
-        results.append(tuned(number, left * weights[number] / sum(weights[number:])))
-    undecided = [number for number, result in enumerate(results) if not _is_decided(result)]
+        if not results or left >= _LEAST * own:  # a lone candidate takes little time
+            results[number] = tuned(number, left * own / sum(weights[number:]))
+    undecided = [number for number, result in results.items() if not _is_decided(result)]
     for place, number in enumerate(undecided):
         share = (end - clock()) / (len(undecided) - place)
         if share >= max(_LEAST, _least_again(results[number])):
             again = tuned(number, share, resume=True)
             results[number] = again if again.searches else results[number]
     # Not `result or ...`: a result with unfinished searches has no configurations, and is false.
-    return functools.reduce(operator.or_, results), len(results)
+    found = functools.reduce(operator.or_, results.values())
+    return found, [calls for number, calls in enumerate(todo) if number not in results]
 
 
 def _is_decided(result: AutotuningResult) -> bool:

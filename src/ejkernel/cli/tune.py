@@ -179,7 +179,7 @@ def _tune_found(
         chain.store.times = found.times
     check = _step_check(options, source, found, saved)
     started = time.monotonic()
-    result, started_sets = _tune(options, chain, todo, found, console, seconds=_search_seconds(options, check))
+    result, not_started = _tune(options, chain, todo, found, console, seconds=_search_seconds(options, check))
     seconds = time.monotonic() - started
     checked = None if check is None else _checked(options, check, result, found, seconds)
     result = settled(result, checked)
@@ -195,7 +195,7 @@ def _tune_found(
             seconds=seconds,
             budget=options.budget,
             time=options.time,
-            not_started=calls_in(todo[started_sets:]),
+            not_started=calls_in(not_started),
             how_to_import=store.how_to_import,
         )
         failed = outcome.failed
@@ -359,8 +359,8 @@ def _tune(
     console: Console,
     *,
     seconds: float | None,
-) -> tuple[AutotuningResult, int]:
-    """Return the results, and the number of started sets of calls; `seconds` is the time for all searches."""
+) -> tuple[AutotuningResult, list[Sequence[SharedCall]]]:
+    """Return the results, and the sets of calls that were not started; `seconds` is the time for all searches."""
     # Finished searches, printed if Ctrl-C ends the others.
     done: dict[ConfigKey, AutotuneData] = {}
     told: list[str] = []  # advice already given
@@ -384,10 +384,10 @@ def _tune(
         ):
             more: dict[str, Any] = {"progress": shown.step, "compiled": found.compiled, "resume": not options.force}
             if not todo:
-                return AutotuningResult(found.device, ()), 0
+                return AutotuningResult(found.device, ()), []
             if seconds is not None:
                 return tune_in_time(seconds, chain, todo, more)
-            return tune_together(chain, todo, **more), len(todo)
+            return tune_together(chain, todo, **more), []
     except KeyboardInterrupt:
         if done:
             result = AutotuningResult(found.device, (), tuple(done.values()))
