@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C that is not lost where Python or an extension drops the exception of its handler.
+"""Delivers Ctrl-C where Python or an extension would drop the exception of its handler.
 
 JAX runs a Python function at each garbage collection: Python prints an exception there and goes on. An extension module
 turns an exception during its import into an `ImportError`, some after a traceback. There Ctrl-C is delivered a moment

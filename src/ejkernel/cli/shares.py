@@ -45,7 +45,7 @@ def tune_in_time(
         clock: Source of seconds.
 
     Returns:
-        The results, and the sets that were not started.
+        The results, and the sets without a search.
     """
     end = clock() + seconds
 

@@ -360,7 +360,7 @@ def _tune(
     *,
     seconds: float | None,
 ) -> tuple[AutotuningResult, list[Sequence[SharedCall]]]:
-    """Return the results, and the sets of calls that were not started; `seconds` is the time for all searches."""
+    """Return the results, and the sets of calls without a search; `seconds` is the time for all searches."""
     # Finished searches, printed if Ctrl-C ends the others.
     done: dict[ConfigKey, AutotuneData] = {}
     told: list[str] = []  # advice already given
