@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -144,7 +145,7 @@ class StepCheck:
             program=self.program,
             cache=self.cache,
             winners=winners,
-            seconds=max(seconds * _OF_SEARCHES, _LEAST) if allowed is None else max(allowed, 0.0),
+            end=time.monotonic() + (max(seconds * _OF_SEARCHES, _LEAST) if allowed is None else allowed),
             why_short="which is long beside the searches" if allowed is None else "which is more than --time leaves",
             insists=self.insists,
         )
@@ -225,9 +226,9 @@ class StepCheck:
         return own | {name: measured[name] for name in ("search", "space") if name in own and name in measured}
 
 
-def step_seconds(time: float) -> float:
+def step_seconds(whole: float) -> float:
     """Return the part of a time for all calls that the comparison of the step may take."""
-    return max(_SHARE * time, min(_LEAST_SHARE, time / 2))
+    return max(_SHARE * whole, min(_LEAST_SHARE, whole / 2))
 
 
 def _asked_elsewhere(question: Question) -> Answer:
@@ -238,7 +239,7 @@ def _asked_elsewhere(question: Question) -> Answer:
     close_first()  # the step may need all memory
     worker = Worker()
     try:
-        doing = WorkerStatus(what="comparing the step", allowed=_STUCK + 10 * question.seconds)
+        doing = WorkerStatus(what="comparing the step", allowed=_STUCK + 10 * max(question.end - time.monotonic(), 0.0))
         answer: Answer = worker.call(compare_step, question, doing=doing)
     finally:
         worker.close()
