@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from ejkernel import compat
 from ejkernel.kernels._numbers import accumulator, is_integer
-from ejkernel.kernels._options import type_text
+from ejkernel.kernels._options import check_values, type_text
 from ejkernel.ops.core.sharding.rule import WHOLE_BLOCKS
 from ejkernel.ops.core.sharding.split import mesh_axes
 from ejkernel.ops.errors import ArgumentError, CallError, UnsupportedError
@@ -168,6 +168,7 @@ def quantize(
             f"stochastic must be one PRNG key or False, got {value_text(stochastic)}; pass jax.random.key(seed)."
         )
     key = () if stochastic is False else (stochastic,)
+    check_values(x=x)
     x = jnp.asarray(x)
     _check_shards(x, blocks)
     return Quantized(*_quantized(name, scales, blocks, x, *key), blocks)
@@ -384,8 +385,8 @@ def _is_floating(dtype: Any) -> bool:
 def canonical_dtype(name: str, dtype: Any, allowed: Sequence[str]) -> str:
     """Return the name of a dtype among `allowed`."""
     try:
-        found = str(jnp.dtype(dtype).name)
-    except TypeError:
+        found = "" if is_array(dtype) else str(jnp.dtype(dtype).name)
+    except (TypeError, ValueError):
         found = ""
     if found not in allowed:
         raise ArgumentError(f"{name} must be one of {', '.join(allowed)}; got {dtype!r}.")
