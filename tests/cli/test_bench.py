@@ -56,6 +56,14 @@ def plain():
     return jax.jit(lambda x: x * 2), (SMALL,)
 
 
+def printing():
+    def step(x):
+        jax.debug.print("the sum is {}", x.sum())
+        return benched(x)
+
+    return jax.jit(step), (SMALL,)
+
+
 def other():
     return jax.jit(lambda x: x[0]), (SMALL,)
 
@@ -181,6 +189,15 @@ def test_a_program_without_saved_configurations_runs_untuned_with_the_advice_to_
     command = "ejkernel tune benched_program:step --cache empty"
     assert f"tuned: no saved configuration yet; run `{command}`, again if searches did not finish\n" in out
     assert "a program may print" in err
+
+
+def test_lines_that_steps_print_appear_once_for_each_build(bench):
+    status, out, err = bench("printing")
+    assert status == 0
+    assert "the sum is" not in out
+    assert err.count("the sum is") == 2  # untuned and tuned
+    # 8 rounds with warm-up, and the steps whose results are compared
+    assert "left out 18 lines that the steps printed; their printing is part of the times" in err
 
 
 def test_a_program_whose_configurations_are_the_heuristic_s_runs_once(bench, folder):

@@ -199,6 +199,27 @@ def test_list_has_every_implementation_and_why_one_cannot_run_here(capsys):
             assert entry["runs_here"]
 
 
+def test_list_takes_the_start_of_an_operation(capsys):
+    status, out, err = run(capsys, "list", "quantized_gr")
+    names = {line.split()[0] for line in out.splitlines()[1:]}
+    assert (status, names) == (0, {f"quantized_grouped_{name}" for name in ("activation", "matmul", "wgrad")})
+    assert "token_log_probs" not in err
+    _, out, err = run(capsys, "list", "token_log_probs", "--json")
+    names = {each["operation"] for each in json.loads(out)["implementations"]}
+    assert names == {"linear_cross_entropy", "linear_cross_entropy_gradients"}
+    published = json.loads(run(capsys, "list", "paged", "--target", "tpu_v6e", "--json")[1])["published"]
+    assert {each["operation"] for each in published} == {"paged_attention"}
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"), [("flash_atention", "; did you mean 'flash_attention'?"), ("zzz", "; the operations are flash")]
+)
+def test_list_of_an_unknown_operation_is_an_error_with_the_known_ones(capsys, name, advice):
+    status, out, err = run(capsys, "list", name)
+    assert (status, out) == (1, "")
+    assert f"no operation starts with {name!r}{advice}" in err
+
+
 def test_list_is_about_the_target_and_says_why_an_implementation_does_not_run_there(capsys):
     _, out, err = run(capsys, "list", "--target", "tpu_v6e")
     assert err.startswith("On tpu_v6e:\n")

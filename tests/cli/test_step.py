@@ -408,3 +408,10 @@ def test_a_step_without_its_devices_is_compared_on_another_machine():
     program = SimpleNamespace(target="train:step")
     (line,) = step_check.not_compared(result, program, None, elsewhere=True)
     assert "`ejkernel bench train:step` on a machine with its devices compares it" in line
+
+
+def test_the_step_of_a_text_is_said_not_to_be_compared():
+    result = SimpleNamespace(searches=[SimpleNamespace(is_kept=False)])
+    (line,) = step_check.not_compared(result, None, None, elsewhere=False)
+    assert "`ejkernel bench MODULE:FUNCTION` compares the step of a program" in line
+    assert step_check.not_compared(SimpleNamespace(searches=[]), None, None, elsewhere=False) == []

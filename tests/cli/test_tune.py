@@ -15,7 +15,7 @@ import pytest
 from tests import forked
 from tests.ops.autotuner.made_up_times import interleaved_with
 
-from ejkernel.cli import main
+from ejkernel.cli import main, shares
 from ejkernel.cli import tune as commands
 from ejkernel.ops import (
     AutotunePolicy,
@@ -214,7 +214,7 @@ def test_a_search_that_ran_out_of_time_is_gone_on_with_by_the_next_run(program, 
 
 @pytest.mark.parametrize("function", ["forward", "step"])
 def test_calls_that_a_time_for_all_calls_leaves_unfinished_have_not_failed(program, capsys, monkeypatch, function):
-    monkeypatch.setattr(commands, "_LEAST_SHARE", 1e-6)
+    monkeypatch.setattr(shares, "_LEAST", 1e-6)
     arguments = ("tune", "--in-process", f"program:{function}", "--cache", "saved", "--time", "0.000001")
     status, out, err = run(capsys, *arguments)
     assert status == 1
@@ -247,7 +247,7 @@ def test_calls_with_a_single_candidate_come_last_and_take_little_of_the_time(pro
 
     seen = []
     (program / "alone_program.py").write_text(ALONE)
-    monkeypatch.setattr(commands, "tune_together", note)
+    monkeypatch.setattr(shares, "tune_together", note)
     run(capsys, "tune", "--in-process", "alone_program:program", "--cache", "saved", "--time", "1100")
     assert seen == [("product", pytest.approx(1000, rel=0.01)), ("alone", pytest.approx(1100, rel=0.01))]
 
@@ -435,6 +435,7 @@ def test_a_fresh_process_uses_the_saved_configurations(program, capsys):
         ("absent:step", "there is no module 'absent'"),
         ("product:0123456789abcdef", "`ejkernel show --log product:0123456789abcdef` prints its search"),
         ("program:absent", "module 'program' has no 'absent'; it has step, forward, raises, nothing, forgetful."),
+        ("program:forwards", "module 'program' has no 'forwards'; did you mean 'forward'?"),
         ("program:forgetful", "must return (callable, args)"),
         ("program:number", "program:number must be a function, got 3"),
         ("program:product", "program:product is a kernel; name a function without arguments that returns a program"),

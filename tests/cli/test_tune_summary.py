@@ -58,6 +58,16 @@ def test_a_call_that_keeps_its_entry_and_was_not_started_cannot_continue():
     assert lines[-1] == "not started, because the time was over: reported@v0 f32[16,8]"
 
 
+def test_after_a_time_for_all_calls_the_advice_is_more_of_it():
+    inv = call()
+    partial = dataclasses.replace(kept(inv, planned=3), lacks_reference=True)
+    assert (
+        "run the command again, with --time 240 (seconds for all calls) for more time."
+        in summary([inv], [partial], time=120.0)[-1]
+    )
+    assert any("--budget 60 (seconds for each call)" in line for line in summary([inv], [partial]))
+
+
 def test_a_failed_call_is_not_called_unfinished():
     lines = summary([call()], [])
     assert lines[0].endswith("1 failed; none saved yet")

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.modules import Quantized, QuantizedMatmul, quantize, quantized_matmul
-from ejkernel.ops import ArgumentError, UnsupportedError
+from ejkernel.ops import ArgumentError, CallError, UnsupportedError
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 # Half a unit in the last place, relative to the number and to the scale.
@@ -99,6 +99,33 @@ def test_quantized_numbers_print_their_types():
     found = quantize(jnp.ones((256, 128)), dtype=jnp.int8, axis=-1)
     assert repr(found) == "Quantized(values=int8[256, 128], scale=float32[256, 1], block=(1, None))"
     assert repr(jax.tree.map(lambda _: 0, found)) == "Quantized(values=0, scale=0, block=(1, None))"
+
+
+@pytest.mark.parametrize(
+    ("use", "text"),
+    [
+        (lambda x, q: x @ q, r"operator @: use quantized_matmul\(x, w\)"),
+        (lambda x, q: jax.jit(lambda x: q @ x)(x), "operator @: use"),
+        (lambda x, q: np.asarray(x) @ q, "operator @: use"),
+        (lambda x, q: np.asarray(x) * q, r"operator \*: dequantize\(\) returns an array"),
+        (lambda x, q: 2 * q, r"operator \*: dequantize"),
+        (lambda x, q: q / 2, r"operator /: dequantize"),
+        (lambda x, q: x + q, r"operator \+: dequantize"),
+        (lambda x, q: x - q, r"operator -: dequantize"),
+        (lambda x, q: -q, r"operator -: dequantize"),
+    ],
+)
+def test_operators_say_what_to_use(use, text):
+    with pytest.raises(CallError, match=f"^Quantized has no {text}"):
+        use(jnp.ones((8, 8)), quantize(jnp.ones((8, 8))))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", 3, "int8", None.__class__])
+def test_a_wrong_dtype_of_dequantize_is_named(dtype):
+    made = quantize(jnp.ones((8, 8)))
+    with pytest.raises(ArgumentError, match=r"^dtype must be a floating-point dtype, e.g. 'bfloat16'; got"):
+        made.dequantize(dtype)
+    assert made.dequantize("bfloat16").dtype == jnp.bfloat16
 
 
 def test_a_number_is_quantised_without_axes():

@@ -36,7 +36,7 @@ from ejkernel.ops import (
     vmap_with_config,
 )
 from ejkernel.ops.core.kernel import candidates_of
-from ejkernel.ops.errors import ArgumentError, CacheWarning, TuningError, UnstableKeyError
+from ejkernel.ops.errors import ArgumentError, CacheWarning, CallError, TuningError, UnstableKeyError
 from ejkernel.ops.execution.discovery import discover
 
 X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
@@ -230,13 +230,36 @@ def test_given_arguments_narrow_a_config_space():
     "options",
     [
         {"space": {"rows": lambda inv: []}},
-        {"space": SPACE, "constraints": lambda rows: rows > 4},
+        {"space": {"rows": lambda inv: [1, 2]}, "constraints": lambda rows: rows > 4},
         {"space": lambda inv: []},
     ],
 )
 def test_the_heuristic_is_the_only_candidate_if_all_others_fail(options):
     kernel = made(lambda x, *, rows=7, cols=8: x, name="none", **options)
     assert [config["rows"] for config in listed(kernel, X)][:1] == [7]
+
+
+def test_constraints_that_reject_every_configuration_of_all_calls_are_an_error():
+    with pytest.raises(ConfigError, match=r"^none: no configuration .* Of 6 configurations, .* rejects 6"):
+        made(lambda x, *, rows=7, cols=8: x, name="none", space=SPACE, constraints=lambda rows: rows > 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"version": 3}, "^named: version must be a string"),
+        ({"constraints": 5}, "^named: constraints must be"),
+        ({"reference": 5}, "^named: reference must be a function"),
+        ({"space": None}, "^named: tune needs the values"),
+        ({"space": {"cols": [1]}}, "^named: space names 'cols', but its function has no such parameter"),
+    ],
+)
+def test_errors_name_a_kernel_by_its_given_name(options, text):
+    with pytest.raises((KernelError, ConfigError, ArgumentError), match=text):
+        tune(lambda x, *, rows=1: x, **{"space": {"rows": [1]}, **options}, name="named")
+    kernel = tune(lambda x, *, rows=1: x, space={"rows": [1]}, name="named")
+    with pytest.raises(ConfigError, match=r"^named: rows must be of type int"):
+        kernel(X, rows="one")
 
 
 def test_the_reference_is_called_without_tunable_arguments():
@@ -308,8 +331,15 @@ def test_a_misspelt_parameter_of_the_space_gets_a_suggestion():
     def total(x, *, rows=1):
         return x
 
-    with pytest.raises(KernelError, match=r"names 'row', but total has no such parameter; .*; did you mean 'rows'\?"):
+    with pytest.raises(KernelError, match=r"names 'row', but its function has no .*; did you mean 'rows'\?"):
         tune(total, space={"row": [1, 2]})
+
+
+def test_an_unknown_argument_of_tune_gets_a_suggestion():
+    with pytest.raises(CallError, match=r"^tune has no argument `search_space`; use `space=`"):
+        tune(search_space={"rows": [1]})
+    with pytest.raises(CallError, match=r"^tune has no argument `constraint`; did you mean `constraints=`"):
+        tune(rows_only, space={"rows": [1]}, constraint=bool)
 
 
 def test_an_error_of_the_function_notes_the_configuration_and_the_shapes():
@@ -327,13 +357,15 @@ def test_an_error_of_the_function_notes_the_configuration_and_the_shapes():
     ("function", "options", "text"),
     [
         (lambda x, *, rows: x, {}, "rows must have a default, which untuned calls run with; or pass .*heuristic"),
-        (lambda x: x, {}, "space names 'rows', but bad has no such parameter; its parameters are x"),
+        (lambda x: x, {}, "space names 'rows', but its function has no such parameter; its parameters are x"),
         (lambda rows, /: rows, {}, "space names 'rows', which must be a parameter that can be passed by keyword"),
         (lambda x, rows, y: x, {}, "rows must come after all arguments that are not tunable"),
         (lambda x, *, rows=1, cfg=None: x, {}, "rename the parameter cfg"),
         (lambda x, *, rows=jnp.float32: x, {}, "the default of rows must be a number"),
         (lambda x, *, rows=1: x, {"space": {"rows": [jnp.float32]}}, "a value of rows must be a number"),
         (lambda x, *, rows=1: x, {"space": {"rows": "abc"}}, r"space\['rows'\] must be a sequence of values"),
+        (lambda x, *, rows=1: x, {"space": {"rows": {1, 2}}}, r"space\['rows'\] must be a sequence of values"),
+        (lambda x, *, rows=1: x, {"name": ""}, "^bad: name must be ASCII letters, .* got ''; .*version="),
         (lambda x, *, rows=1: x, {"space": 3}, "space must be values by name, a ConfigSpace, .* got 3"),
         (lambda x, *, rows=1: x, {"space": {}}, "space must name at least one tunable argument"),
         (lambda x: x, {"space": lambda inv: []}, "space must name at least one tunable argument"),

@@ -14,7 +14,12 @@ import ejkernel.ops as ops
 from ejkernel.modules import rms_norm
 from ejkernel.ops import (
     AutotunePolicy,
+    Implementation,
+    Implementations,
     Kernel,
+    Operation,
+    OperationCall,
+    OperationConfig,
     PersistentCache,
     autotune,
     default_executor,
@@ -157,3 +162,77 @@ def test_a_tuner_without_samples_is_refused(options, wanted):
     ((name, value),) = options.items()
     with pytest.raises(ArgumentError, match=f"{name} must be {wanted}, got {value}"):
         ops.Autotuner(**options)
+
+
+class Call(OperationCall):
+    pass
+
+
+class Doubles(Implementation[Call]):
+    name, differentiable, params = "doubles", True, Rows
+
+    def forward(self, call, x, *, params):
+        return x * 2, ()
+
+
+def operation(members=(), **hooks):
+    """An operation whose implementation has these members, and which has these hooks."""
+    made = type("Own", (Doubles,), dict(members))
+
+    class OwnConfig(OperationConfig):
+        pass
+
+    class Op(Operation[OwnConfig, Call, jax.Array]):
+        implementations = Implementations({"doubles": made()})
+
+        def prepare(self, x, *, implementation=None):
+            return (x,), {"implementation": self.requested(implementation)}
+
+        def describe(self, x):
+            return Call()
+
+    for name, hook in hooks.items():
+        setattr(Op, name, hook)
+    return Op("doubled")
+
+
+class Fails(Doubles):
+    def describe(self, x):
+        return Call(rows=8)
+
+    def heuristic(self, call):
+        return Rows(row=8)
+
+
+@pytest.mark.parametrize(
+    ("members", "hooks", "text"),
+    [
+        (
+            {"unsupported": lambda self, call: False},
+            {},
+            "^Own.unsupported must return a sentence, .* got False",
+        ),
+        ({"heuristic": lambda self, call: None}, {}, "^Own.heuristic must return an instance of Rows, got None"),
+        ({"space": lambda self, call: Rows(8)}, {}, r"the result of Own.space must be a list .* got Rows\(rows=8\)"),
+        ({"heuristic": Fails.heuristic}, {}, "^doubled: heuristic_cfg: Fails.heuristic raised .*; did you mean 'rows'"),
+        ({}, {"describe": Fails.describe}, "^doubled: heuristic_cfg: Fails.describe raised TypeError"),
+        ({}, {"prepare": lambda self, x: (x, {})}, r"^doubled: prepare must return \(args, kwargs\), got \(an array"),
+    ],
+)
+def test_a_hook_that_returns_something_else_is_named(members, hooks, text):
+    made = operation(members, **hooks)
+    with pytest.raises((KernelError, ConfigError), match=text):
+        autotune(made, X) if "space" in members else made(X)
+
+
+def test_implementations_are_a_mapping_with_at_least_one():
+    with pytest.raises(ArgumentError, match=r"^the argument of Implementations must be a mapping .*, got \[Doubles"):
+        Implementations([Doubles()])
+
+    class NoneConfig(OperationConfig):
+        pass
+
+    with pytest.raises(KernelError, match=r"^Nothing.implementations must have at least one implementation"):
+
+        class Nothing(Operation[NoneConfig, Call, jax.Array]):
+            implementations = Implementations({})

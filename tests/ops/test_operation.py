@@ -36,10 +36,12 @@ from ejkernel.ops import (
     PersistentCache,
     UnsupportedError,
     autotune,
+    autotune_kernel,
     default_executor,
     from_json,
     to_json,
 )
+from ejkernel.testing import check_kernel
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -575,6 +577,35 @@ def test_a_given_configuration_that_jax_cannot_differentiate_takes_anothers_tang
     function = functools.partial(SCALE, cfg=cfg)
     np.testing.assert_array_equal(jax.jvp(function, (EVEN,), (EVEN,))[1], 2 * EVEN)
     np.testing.assert_array_equal(jax.hessian(lambda x: (function(x) ** 2).sum())(EVEN), 8 * jnp.eye(6))
+
+
+class Counted(Plain):
+    """Its reference knows nothing of implementations, as `describe`."""
+
+    name = "counted"
+
+
+class CountedConfig(OperationConfig):
+    pass
+
+
+class WithReference(Operation[CountedConfig, ScaleCall, jax.Array]):
+    implementations = Implementations({"counted": Counted(), "plain": Plain()})
+    prepare, describe = Scale.prepare, Scale.describe
+
+    def reference(self, x, *, factor):
+        return factor * x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", [None, "plain"])
+def test_a_reference_gets_the_options_of_the_description(implementation):
+    operation = WithReference("with_reference")
+    result = autotune_kernel(operation, EVEN, implementation=implementation)
+    assert {outcome.status for outcome in result.searches[0].outcomes} <= {"measured", "same"}
+    check_kernel(
+        operation, EVEN, implementation=implementation, without=["vmap", "inputs", "dtypes", "export", "platforms"]
+    )
 
 
 # --- faults, spaces ---

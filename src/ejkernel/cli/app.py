@@ -21,6 +21,7 @@ import click
 
 from ejkernel.cli import commands
 from ejkernel.cli.cache_commands import cache
+from ejkernel.cli.interrupts import none_lost
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def cli() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), none_lost():
         warnings.showwarning = _show_warning
         try:
             status = _run(None if argv is None else list(argv))

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.cli import report
-from ejkernel.cli.builds import Build, Loaded, build, of_mapping, say
+from ejkernel.cli.builds import Build, Loaded, build, of_mapping, prints_left_out, say
 from ejkernel.cli.explain import counts_in_words, is_measured, usual_chain
 from ejkernel.cli.programs import located, look_here, with_cache
 from ejkernel.cli.rounds import CLOSE, WARM_UP, Comparison, busy, compared, run_rounds, verdict
@@ -139,8 +139,9 @@ def _compared(
         missing[UNTUNED] = _why_same(whys[1])
     else:
         builds.append(build(TUNED, program, usual))
-    apart, has_nan = _apart(builds)
-    found = race(options, builds)
+    with prints_left_out():
+        apart, has_nan = _apart(builds)
+        found = race(options, builds)
     return _Result(
         builds=builds,
         missing=missing,

@@ -15,8 +15,8 @@ import numpy as np
 
 from ejkernel.cli import report
 from ejkernel.cli.bench import BenchOptions, build_as_data, print_table, race, same_configurations
-from ejkernel.cli.builds import Build, Loaded, build, of_mapping
-from ejkernel.cli.explain import usual_chain
+from ejkernel.cli.builds import Build, Loaded, build, of_mapping, prints_left_out
+from ejkernel.cli.explain import PER_TOKEN, usual_chain
 from ejkernel.cli.outcome import integers_in_words
 from ejkernel.cli.peaks import Peak, main_dtype, peak_of
 from ejkernel.cli.programs import import_named, import_operations
@@ -25,6 +25,7 @@ from ejkernel.cli.rounds import Comparison, verdict
 from ejkernel.cli.shapes import call_of_types
 from ejkernel.cli.show import opened
 from ejkernel.ops.config.policy import looking_only
+from ejkernel.ops.core.hooks import reference_result
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, kernel_of, overrides
 from ejkernel.ops.core.types import Cost
@@ -40,7 +41,6 @@ REFERENCE: Final = "reference"
 _SLOWER: Final = "For this call, plain JAX is better: call it instead, or make it a candidate of the kernel."
 # The call that computes the gradient of a scalar loss together with the loss, and another name of the loss per token.
 _IN_TRAINING: Final = {"linear_cross_entropy": "linear_cross_entropy_gradients"}
-_PER_TOKEN: Final = {"token_log_probs": "linear_cross_entropy"}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -92,12 +92,12 @@ def run_bench_op(options: BenchOptions, imports: Sequence[str]) -> None:
 def _as_in_a_program(options: BenchOptions) -> tuple[BenchOptions, str]:
     """Return the options for the call that a program makes, and a sentence about it if it has another name."""
     name = options.op.partition("@")[0]
-    if name in _PER_TOKEN:
-        return dataclasses.replace(options, op=_PER_TOKEN[name]), ""
+    if name in PER_TOKEN:
+        return dataclasses.replace(options, op=PER_TOKEN[name]), ""
     call = _IN_TRAINING.get(name, name)
     if not options.gradient or call not in _IN_TRAINING.values():
         return options, ""
-    others = ", ".join(one for one, kernel in _PER_TOKEN.items() if _IN_TRAINING[kernel] == call)
+    others = ", ".join(one for one, kernel in PER_TOKEN.items() if _IN_TRAINING[kernel] == call)
     note = (
         f"A program that differentiates a mean or a sum of the losses makes this call, {call}: it returns the loss "
         f"with its gradients. For losses per token, pass --op {others} --gradient."
@@ -131,7 +131,8 @@ def _compared(options: BenchOptions, inv: Invocation[Any, Any], chain: Any, note
         result.whys[name] = whys
     result.builds.append(result.builds.pop(0))  # the chosen one is built first and shown last
     result.peak = peak_of(device_fingerprint(), main_dtype(inv), measure=options.measure_peak)
-    result.found = race(options, result.builds)
+    with prints_left_out():
+        result.found = race(options, result.builds)
     return result
 
 
@@ -139,7 +140,7 @@ def _functions(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Iterator[
     """Yield the functions to compare by name, the chosen one first."""
     yield CHOSEN, kernel
     if overrides(kernel, "reference"):
-        yield REFERENCE, kernel.reference
+        yield REFERENCE, lambda *args, **kwargs: reference_result(kernel, args, kwargs)
     if isinstance(kernel, Operation):
         for name in kernel.able(inv):
             yield name, functools.partial(_requested, kernel, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import platform
 import resource
 import statistics
@@ -29,7 +30,7 @@ from ejkernel.ops.execution.discovery import local_calls, numbers_of, of_arrays
 from ejkernel.ops.execution.executor import Executor, default_executor, set_default_executor
 from ejkernel.ops.registry import recording
 from ejkernel.ops.utils.fingerprint import device_kind
-from ejkernel.ops.utils.formatting import durations, size
+from ejkernel.ops.utils.formatting import counted, durations, size
 from ejkernel.ops.utils.random_arrays import drawn_integers, random_array
 
 _MAPPED: Final = 8 << 20  # bytes mapped anew in a step that are reported
@@ -215,6 +216,31 @@ def _executor(executor: Executor[Any, Any]) -> Iterator[None]:
 def say(text: str) -> None:
     """Print progress."""
     click.echo(text, err=True)
+
+
+class _Lines(io.TextIOBase):
+    """Counts the lines written to it, and drops them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def write(self, text: str) -> int:
+        """Count the lines of a text."""
+        self.count += text.count("\n")
+        return len(text)
+
+
+@contextlib.contextmanager
+def prints_left_out() -> Iterator[None]:
+    """Leave out the lines that steps print inside the `with` block, e.g. with `jax.debug.print`, and say how many."""
+    lines = _Lines()
+    with contextlib.redirect_stdout(lines):
+        try:
+            yield
+        finally:
+            jax.effects_barrier()  # a step does not wait for its callbacks
+    if lines.count:
+        say(f"left out {counted(lines.count, 'line')} that the steps printed; their printing is part of the times")
 
 
 def of_mapping(builds: Sequence[Build]) -> str:

@@ -122,7 +122,7 @@ read_cache = click.option(
 @click.option(
     "--time",
     type=_Seconds(min=0, min_open=True),
-    help="Seconds for all calls together; those with one candidate come last and get little.",
+    help="Seconds for all searches and the comparison of the step; calls with one candidate come last and get little.",
 )
 @click.option("--force", is_flag=True, help="Tune all calls from the start, also those already tuned or undecided.")
 @click.option("--undecided", is_flag=True, help="Also tune the calls again whose search was undecided.")
@@ -163,9 +163,9 @@ def tune(**options: Any) -> int:
 
     A configuration that wins by itself may slow the whole step, above all on CPUs. At the end, the step therefore runs
     without and with the new configurations, and those that slow it are not kept. Random arrays stand in for types. This
-    may take a quarter of the time of the searches, but at least a minute; with --time, a fifth of that. --check-step
-    runs the step in other cases, too: if it has side effects, more than 1 GiB of random arrays, or takes long, and on
-    a GPU.
+    may take a quarter of the time of the searches, but at least a minute; with --time, what they leave of it.
+    --check-step runs the step in other cases, too: if it has side effects, more than 1 GiB of random arrays, or takes
+    long, and on a GPU.
 
     FILE is the text of a program lowered with EJKERNEL_OPS_STAMP=json, or such a program exported by jax.export. FILE
     and --missed are data and import nothing. They refer to kernels, functions and types of ejkernel and of the modules
@@ -453,18 +453,21 @@ def report_(imports: tuple[str, ...], **options: Any) -> int:
 
 
 @click.command("list")
+@click.argument("prefix", required=False, default="")
 @imports
 @aim
 @as_json
-def list_(imports: tuple[str, ...], device: str, as_json: bool) -> int:
+def list_(prefix: str, imports: tuple[str, ...], device: str, as_json: bool) -> int:
     """List operations, implementations, and why some cannot run here.
+
+    PREFIX is the start of the name of an operation; without it, all are listed.
 
     With --target, list why some cannot run on that device. With --import, also list the kernels of that module.
     """
     _prepare_for(device)
     from ejkernel.cli.explain import run_list
 
-    run_list(imports, as_json=as_json, device=device)
+    run_list(imports, prefix, as_json=as_json, device=device)
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,14 @@ from ejkernel.ops.config.selection import ConfigSelectorChain, Consulted
 from ejkernel.ops.config.tiers.tier import AUTOTUNE, MEMORY, ORDER, PERSISTENT, SHARED, SHIPPED
 from ejkernel.ops.core.kernel import Kernel, living_kernels, overrides, run_forms
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import TuningError
+from ejkernel.ops.errors import ConfigError, TuningError
 from ejkernel.ops.execution.executor import default_executor
 from ejkernel.ops.execution.explain import Explanation, explain_call
 from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.fingerprint import name_of_device
 from ejkernel.ops.utils.formatting import compact, counted
+from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.storage.serialize import to_data
 
@@ -49,6 +50,8 @@ _USUAL = frozenset(
         "its forward call has no measured configuration either",
     }
 )
+#: Operations that run as another one.
+PER_TOKEN = {"token_log_probs": "linear_cross_entropy"}
 _NAMES = (
     "token_log_probs runs as linear_cross_entropy; linear_cross_entropy_gradients is that loss together with its "
     "gradients, under jax.grad."
@@ -212,30 +215,43 @@ def counts_in_words(explained: Sequence[Explanation], where: str, device: str = 
     return "; ".join(parts)
 
 
-def run_list(imports: Sequence[str], *, as_json: bool, device: str = "here") -> None:
-    """Run `ejkernel list` for the target of that name."""
+def run_list(imports: Sequence[str], prefix: str = "", *, as_json: bool, device: str = "here") -> None:
+    """Run `ejkernel list` for the target of that name, and for operations whose names start with `prefix`."""
     aim = Target.named(device).fingerprint
     rows = implementations_on(aim)
     import_named(imports)
     rows += [row for op, kernel in _kernels(ours=False) if imports for row in _rows_of(op, kernel, aim)]
+    known = {name.partition("@")[0]: None for name, *_ in rows}
+    rows = [row for row in rows if row[0].startswith(PER_TOKEN.get(prefix, prefix))]
+    if not rows:
+        raise ConfigError(f"no operation starts with {prefix!r}{_nearest(prefix, known)}")
+    ours = {name for name, *_ in rows}
+    published = [each for each in _published_on(aim) if each[0] in ours]
     if as_json:
         found = [
             {"operation": name, "implementation": implementation, "runs_here": not reason, "reason": reason or None}
             for name, implementation, reason in rows
         ]
-        published = [
+        listed = [
             {"operation": op, "implementation": name, "source": source, "configurations": count}
-            for op, name, source, count in _published_on(aim)
+            for op, name, source, count in published
         ]
-        report.echo_json({"device": aim, "implementations": found, "published": published})
+        report.echo_json({"device": aim, "implementations": found, "published": listed})
         return
     click.echo(f"On {name_of_device(aim)}:", err=True)
     cells = [(name, one, "no" if reason else "yes", _in_brief(one, reason, aim)) for name, one, reason in rows]
     runs = "runs here" if device == "here" else "runs there"
     click.echo(report.table(("operation", "implementation", runs, "why not"), cells))
-    for op, name, source, count in _published_on(aim):
+    for op, name, source, count in published:
         click.echo(f"{op}, {name}: {counted(count, 'configuration')} published in {source}")
-    click.echo(report.wrapped(_NAMES), err=True)
+    if ours & set(PER_TOKEN.values()):
+        click.echo(report.wrapped(_NAMES), err=True)
+
+
+def _nearest(prefix: str, known: Iterable[str]) -> str:
+    """Return the end of an error about an unknown operation."""
+    found = did_you_mean(prefix.partition("@")[0], known)
+    return found if found != "." else f"; the operations are {', '.join(sorted(known))}."
 
 
 def _in_brief(implementation: str, reason: str, device: str) -> str:

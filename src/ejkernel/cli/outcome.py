@@ -42,6 +42,7 @@ class TuneOutcome:
         place: The cache folder.
         seconds: Duration of all searches.
         budget: Seconds for each search.
+        time: Seconds for all calls.
         not_started: The calls left when the time for all calls was over.
         how_to_import: How to save the results that the cache folder did not take; empty if it took all.
     """
@@ -52,6 +53,7 @@ class TuneOutcome:
     place: Path | None
     seconds: float
     budget: float | None = None
+    time: float | None = None
     not_started: Sequence[Invocation[Any, Any]] = ()
     how_to_import: str = ""
 
@@ -106,7 +108,7 @@ class TuneOutcome:
             yield f"Nothing to compare with the heuristic, because the space has nothing else: {'; '.join(alone)}"
         if self._lacks_references:
             # The warnings name the calls: a search does not know if its worker was ended.
-            again = f" --force {self._more(self.searches)} (seconds for each call) gives it more time."
+            again = f" --force {self._more(self.searches)} gives it more time."
             yield (
                 "Some candidates were compared with the heuristic's results, because the reference took too long to "
                 f"compile for the budget; the warnings above name the calls.{'' if self._can_continue else again}"
@@ -141,7 +143,7 @@ class TuneOutcome:
         if number:
             which = "search" if number == 1 else "searches"
             helps = found and (self.budget is not None or self._lacks_references)
-            more = f", with {self._more(found)} (seconds for each call) for more time" if helps else ""
+            more = f", with {self._more(found)} for more time" if helps else ""
             parts.append(f"{number} {which} can continue: run the command again{more}.")
         if without:
             have = "call has" if without == 1 else "calls have"
@@ -150,7 +152,9 @@ class TuneOutcome:
 
     def _more(self, searches: Sequence[AutotuneData]) -> str:
         """Return the option for more time."""
-        return f"--budget {doubled(self.budget, *(search.seconds for search in searches))}"
+        if self.time is not None:
+            return f"--time {doubled(self.time)} (seconds for all calls)"
+        return f"--budget {doubled(self.budget, *(search.seconds for search in searches))} (seconds for each call)"
 
 
 def doubled(*seconds: float | None) -> int:

@@ -32,6 +32,7 @@ from ejkernel.ops.autotuner.process.lifetime import look_in
 from ejkernel.ops.config._files import expanded
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import ArgumentError, EjkernelError
+from ejkernel.ops.utils.messages.names import nearest
 from ejkernel.ops.utils.validation import call_that_raised
 
 _KEY: Final = re.compile("[0-9a-f]{16}")  # of a call
@@ -178,7 +179,8 @@ def load_program(program: Program) -> tuple[Callable[..., Any], tuple[Any, ...],
     found: Any = module
     for part in program.function.split("."):
         if not hasattr(found, part):
-            raise ArgumentError(f"module {program.module!r} has no {program.function!r}{_others(module)}.")
+            others = _others(module, program.function)
+            raise ArgumentError(f"module {program.module!r} has no {program.function!r}{others}")
         found = getattr(found, part)
     if not callable(found):
         raise ArgumentError(f"{program.target} must be a function, got {found!r}.")
@@ -261,13 +263,17 @@ def _needed(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in able]
 
 
-def _others(module: Any) -> str:
+def _others(module: Any, name: str) -> str:
+    """Return the end of the error about an unknown function of a module."""
     names = [
         name
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not _needed(value)
     ]
-    return f"; it has {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}" if names else ""
+    close = nearest(name, names)
+    if close is not None:
+        return f"; did you mean {close!r}?"
+    return f"; it has {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}." if names else "."
 
 
 @contextmanager

@@ -34,6 +34,7 @@ class SearchBar:
         operations: The operation of each call.
         doing: The action in words, e.g. "tuning".
         budget: Seconds for each call.
+        limit: Seconds for all calls.
         measures: Whether candidates are measured after they are compiled.
         clock: Source of seconds.
     """
@@ -46,12 +47,13 @@ class SearchBar:
         doing: str,
         *,
         budget: float | None = None,
+        limit: float | None = None,
         measures: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._progress, self._console, self._doing, self._count = progress, console, doing, len(operations)
         self._measures = measures
-        self._time = TimeLeft(operations, clock, budget=budget, measures=measures)
+        self._time = TimeLeft(operations, clock, budget=budget, limit=limit, measures=measures)
         self._task: TaskID = progress.add_task(doing, total=max(self._count, 1), note="")
         self._shares: dict[ConfigKey, float] = {}  # finished share of each started call; several may run
         self._best: dict[ConfigKey, Outcome] = {}
@@ -158,11 +160,17 @@ def _is_faster(outcome: Outcome, best: Outcome) -> bool:
 
 @contextlib.contextmanager
 def bars(
-    console: Console, operations: Sequence[str], doing: str, *, budget: float | None = None, measures: bool = True
+    console: Console,
+    operations: Sequence[str],
+    doing: str,
+    *,
+    budget: float | None = None,
+    limit: float | None = None,
+    measures: bool = True,
 ) -> Iterator[SearchBar]:
     """Show the progress of the calls of `operations` for the `with` block; see `SearchBar`."""
     columns: list[ProgressColumn] = [TextColumn("{task.fields[note]}", markup=False)]
     if console.width >= _WIDE:  # otherwise the text needs the whole line
         columns = [TextColumn("{task.description}"), BarColumn(), *columns]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield SearchBar(progress, console, operations, doing, budget=budget, measures=measures)
+        yield SearchBar(progress, console, operations, doing, budget=budget, limit=limit, measures=measures)

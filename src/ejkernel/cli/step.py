@@ -18,7 +18,7 @@ from typing import Any, Final
 import click
 import jax
 
-from ejkernel.cli.builds import Build, Loaded, build, of_mapping, say
+from ejkernel.cli.builds import Build, Loaded, build, of_mapping, prints_left_out, say
 from ejkernel.cli.explain import usual_chain
 from ejkernel.cli.programs import Program, look_here
 from ejkernel.cli.rounds import FEWEST, WARM_UP, Comparison, compared, is_slower, run_rounds
@@ -65,14 +65,17 @@ class Question:
         program: The program.
         cache: The cache folder with the configurations of the other calls.
         winners: The calls with new configurations.
-        seconds: The time for the comparison; compiling and the fewest rounds may take longer.
+        end: Value of `time.monotonic()`, a clock of the machine, when the comparison should end; compiling and the
+            fewest rounds may take longer.
+        why_short: Why it may not take longer, as the end of a sentence.
         insists: Whether the step runs even if it has side effects or takes long.
     """
 
     program: Program
     cache: Path | None
     winners: Sequence[Winner]
-    seconds: float
+    end: float
+    why_short: str
     insists: bool
 
 
@@ -106,7 +109,6 @@ FAILS = (click.ClickException, EjkernelError)
 
 def compare_step(question: Question) -> Answer:
     """Run the program's step without and with the new configurations, and drop those that slow it."""
-    end = time.monotonic() + question.seconds
     look_here()
     with contextlib.redirect_stdout(sys.stderr):  # keep the program's prints out of the result
         loaded = Loaded.of(question.program)
@@ -126,9 +128,9 @@ def compare_step(question: Question) -> Answer:
         except FAILS as error:
             return Answer(skipped=first_line(error))
         least = before.compile_seconds + 2 * (WARM_UP + FEWEST) * before.first
-        if least > end - time.monotonic() and not question.insists:
-            return Answer(skipped=f"that takes about {least:.0f} s more, which is long beside the searches")
-        return choose(question.winners, before, make, lambda: max(end - time.monotonic(), 0.0))
+        if least > question.end - time.monotonic() and not question.insists:
+            return Answer(skipped=f"that takes about {least:.0f} s more, {question.why_short}")
+        return choose(question.winners, before, make, lambda: max(question.end - time.monotonic(), 0.0))
 
 
 def choose(winners: Sequence[Winner], before: Build, make: Make, left: Callable[[], float]) -> Answer:
@@ -219,7 +221,8 @@ def _race(builds: Sequence[Build], seconds: float) -> Comparison:
         each.forget()
     started = time.monotonic()
     for deadline in (min(seconds / 3, _RACE), seconds * 2 / 3):
-        run_rounds([each.step for each in builds], _ROUNDS, deadline=started + deadline, say=say)
+        with prints_left_out():
+            run_rounds([each.step for each in builds], _ROUNDS, deadline=started + deadline, say=say)
         found = compared({each.name: each.samples for each in builds}, builds[-1].name)
         if not any(_may_be_slower(over) and not is_slower(over) for over in found.over.values()):
             break

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -30,9 +31,10 @@ from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import arguments
 from ejkernel.ops.utils.storage.serialize import to_data
 
-SHARE: Final = 0.2  # of the time for all calls
-_OF_SEARCHES: Final = 0.25  # of the time of the searches
-_LEAST: Final = 60.0  # seconds, or half of them beyond a time for all calls
+_SHARE: Final = 0.2  # of the time for all calls, but at least 30 s, and at most half of it
+_LEAST_SHARE: Final = 30.0
+_OF_SEARCHES: Final = 0.25  # of the time of the searches, but at least a minute
+_LEAST: Final = 60.0
 _STUCK: Final = 600.0  # seconds, and ten times those allowed, after which the worker is ended
 
 Entries = Mapping[ConfigKey, tuple[Any, StoredEntry]]
@@ -143,7 +145,8 @@ class StepCheck:
             program=self.program,
             cache=self.cache,
             winners=winners,
-            seconds=max(seconds * _OF_SEARCHES, _LEAST) if allowed is None else max(allowed, _LEAST / 2),
+            end=time.monotonic() + (max(seconds * _OF_SEARCHES, _LEAST) if allowed is None else allowed),
+            why_short="which is long beside the searches" if allowed is None else "which is more than --time leaves",
             insists=self.insists,
         )
         answer = Answer(skipped=self.why_not) if self.why_not else self._ask(question)
@@ -223,6 +226,11 @@ class StepCheck:
         return own | {name: measured[name] for name in ("search", "space") if name in own and name in measured}
 
 
+def step_seconds(whole: float) -> float:
+    """Return the part of a time for all calls that the comparison of the step may take."""
+    return max(_SHARE * whole, min(_LEAST_SHARE, whole / 2))
+
+
 def _asked_elsewhere(question: Question) -> Answer:
     """Return the answer of a new process, with memory as at the start of a program."""
     from ejkernel.ops.autotuner.process.supervisor import WorkerStatus
@@ -231,7 +239,7 @@ def _asked_elsewhere(question: Question) -> Answer:
     close_first()  # the step may need all memory
     worker = Worker()
     try:
-        doing = WorkerStatus(what="comparing the step", allowed=_STUCK + 10 * question.seconds)
+        doing = WorkerStatus(what="comparing the step", allowed=_STUCK + 10 * max(question.end - time.monotonic(), 0.0))
         answer: Answer = worker.call(compare_step, question, doing=doing)
     finally:
         worker.close()
@@ -258,12 +266,14 @@ def step_lines(checked: Checked | None) -> list[str]:
 def not_compared(
     result: AutotuningResult, program: Program | None, cache: Path | None, *, elsewhere: bool
 ) -> list[str]:
-    """Return the line after `--no-check-step`; none without a program, or if no call has a faster configuration."""
-    if program is None or all(search.is_kept for search in result.searches):
+    """Return the line after `--no-check-step` and without a program; none if no call has a faster configuration."""
+    if all(search.is_kept for search in result.searches):
         return []
-    command = f"`ejkernel bench {with_cache(program.target, cache)}`"
+    target = "MODULE:FUNCTION" if program is None else program.target
+    command = f"`ejkernel bench {with_cache(target, cache)}`"
     where = f"{command} on a machine with its devices" if elsewhere else command
-    return [f"step not compared: a speed-up is that of a call by itself; {where} compares it."]
+    what = "the step of a program" if program is None else "it"
+    return [f"step not compared: a speed-up is that of a call by itself; {where} compares {what}."]
 
 
 def settled(result: AutotuningResult, checked: Checked | None) -> AutotuningResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -65,6 +66,7 @@ class TimeLeft:
         operations: The operation of each call, as in `Invocation.op_id`.
         clock: Source of seconds.
         budget: Seconds for each search.
+        limit: Seconds for all searches.
         measures: Whether candidates are measured after they are compiled; `finish` then ends a search.
     """
 
@@ -74,12 +76,14 @@ class TimeLeft:
         clock: Callable[[], float],
         *,
         budget: float | None = None,
+        limit: float | None = None,
         measures: bool = True,
     ) -> None:
         # Compiling or simulating a backward call may take a hundred times as long as its forward call.
         self._family: Callable[[str], str] = _operation if measures else _direction
         self._operations = collections.Counter(map(self._family, operations))
         self._clock, self._budget, self._measures = clock, budget, measures
+        self._end = math.inf if limit is None else clock() + limit
         self._searches: dict[ConfigKey, _Search] = {}
         self._together = 1  # searches that ran at the same time
 
@@ -146,9 +150,9 @@ class TimeLeft:
             return ""
         seconds = self.of_all()
         if seconds is not None:
-            return f", about {seconds:.0f} s left{of}"
+            return f", about {max(min(seconds, self._end - self._clock()), 0.0):.0f} s left{of}"
         if self._budget is not None:
-            most = self._budget * (count - sum(search.done for search in running))
+            most = min(self._budget * (count - sum(search.done for search in running)), self._end - self._clock())
             words = f"{rounded(self._budget)} s per call, plus compiling and warming up"
             return f", about {most:.0f} s left{of} ({words})" if most > 0 else ""
         return self._to_compile(running, of) if self._measures else ""

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
-import operator
 import signal
 import sys
 import time
@@ -22,23 +20,24 @@ from rich.console import Console
 from ejkernel import settings
 from ejkernel.cli import report
 from ejkernel.cli.files import Found
+from ejkernel.cli.interrupts import delivered
 from ejkernel.cli.outcome import TuneOutcome
 from ejkernel.cli.progress import bars
 from ejkernel.cli.saved import SavedCalls
+from ejkernel.cli.shares import tune_in_time, weight
 from ejkernel.cli.sources import Source, find, find_by, find_in_worker
-from ejkernel.cli.step_check import SHARE, Checked, StepCheck, not_compared, settled, step_lines
+from ejkernel.cli.step_check import Checked, StepCheck, not_compared, settled, step_lines, step_seconds
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.tasks.task import SharedCall, calls_in
-from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
 from ejkernel.ops.autotuner.trials.events import Event, SearchFinished, WorkerRestarted, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.policy import AutotunePolicy, StalePolicy, policy_override
+from ejkernel.ops.config.policy import AutotunePolicy, StalePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.core.kernel import candidates_of, kernel_of
-from ejkernel.ops.errors import ArgumentError, ConfigError, EjkernelError, TuningError
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import ArgumentError, ConfigError, TuningError
 from ejkernel.ops.execution.offline import tune_together
 from ejkernel.ops.utils.formatting import counted, size
 
@@ -47,8 +46,6 @@ if TYPE_CHECKING:
 
 
 _MOST_DRAWN: Final = 1 << 30  # bytes of random arguments: a program given by types alone may be too large to run
-_LEAST_SHARE: Final = 5.0  # seconds of a search worth its start
-_WEIGHT_ALONE: Final = 0.1  # share of the time of a call with one candidate, relative to one with several
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,9 +178,8 @@ def _tune_found(
         chain.store.program = source.program.target if source.program is not None else ""
         chain.store.times = found.times
     check = _step_check(options, source, found, saved)
-    share = 1.0 if check is None or check.why_not else 1 - SHARE
     started = time.monotonic()
-    result, started_sets = _tune(options, chain, todo, found, console, share=share)
+    result, not_started = _tune(options, chain, todo, found, console, seconds=_search_seconds(options, check))
     seconds = time.monotonic() - started
     checked = None if check is None else _checked(options, check, result, found, seconds)
     result = settled(result, checked)
@@ -198,7 +194,8 @@ def _tune_found(
             place=store.path,
             seconds=seconds,
             budget=options.budget,
-            not_started=calls_in(todo[started_sets:]),
+            time=options.time,
+            not_started=calls_in(not_started),
             how_to_import=store.how_to_import,
         )
         failed = outcome.failed
@@ -213,6 +210,13 @@ def _tune_found(
         raise TuningError("no call could be tuned; the warnings above say why.")
     has_entries = bool(result.searches) and all(map(saved.are_tuned, todo))
     return 1 if failed or (todo and not len(result) and not has_entries) else 0
+
+
+def _search_seconds(options: TuneOptions, check: StepCheck | None) -> float | None:
+    """Return the time of all searches; `None` without a limit."""
+    if options.time is None or check is None or check.why_not:
+        return options.time
+    return options.time - step_seconds(options.time)
 
 
 def _print_step(options: TuneOptions, checked: Checked | None) -> None:
@@ -298,7 +302,7 @@ def _calls_to_tune(
             is_done = not any(saved.is_undecided(call.inv) for call in calls)
         (done if is_done else todo).append(calls)
     if options.time is not None:
-        todo.sort(key=_weight, reverse=True)  # stable
+        todo.sort(key=weight, reverse=True)  # stable
     if done:
         known = calls_in(done)
         console.print(f"{counted(len(known), 'call')} already tuned; --force tunes again.")
@@ -354,13 +358,13 @@ def _tune(
     found: Found,
     console: Console,
     *,
-    share: float,
-) -> tuple[AutotuningResult, int]:
-    """Return the results, and the number of started sets of calls; `share` is the searches' part of a time for all."""
+    seconds: float | None,
+) -> tuple[AutotuningResult, list[Sequence[SharedCall]]]:
+    """Return the results, and the sets of calls without a search; `seconds` is the time for all searches."""
     # Finished searches, printed if Ctrl-C ends the others.
-    done: list[AutotuneData] = []
+    done: dict[ConfigKey, AutotuneData] = {}
     told: list[str] = []  # advice already given
-    budget = options.time * share / max(len(todo), 1) if options.time is not None else chain.policy.budget_s
+    budget = chain.policy.budget_s if seconds is None else seconds / max(len(todo), 1)
 
     def note(event: Event) -> None:
         shown.hear(event)
@@ -369,53 +373,26 @@ def _tune(
                 f"{event.key.op}: {event.reason}; a new worker continues{_advice(event, told)}", highlight=False
             )
         elif isinstance(event, SearchFinished):
-            done.append(event.data)
+            done[event.key] = event.data  # the last of several searches
 
     try:
         with (
-            bars(console, [calls[0].inv.op_id for calls in todo], "tuning", budget=budget) as shown,
+            bars(console, [calls[0].inv.op_id for calls in todo], "tuning", budget=budget, limit=seconds) as shown,
             on_event(note),
             contextlib.redirect_stdout(sys.stderr),
             _announcing_the_stop(console),
         ):
             more: dict[str, Any] = {"progress": shown.step, "compiled": found.compiled, "resume": not options.force}
             if not todo:
-                return AutotuningResult(found.device, ()), 0
-            if options.time is not None:
-                return _tune_in_time(options.time * share, chain, todo, more)
-            return tune_together(chain, todo, **more), len(todo)
+                return AutotuningResult(found.device, ()), []
+            if seconds is not None:
+                return tune_in_time(seconds, chain, todo, more)
+            return tune_together(chain, todo, **more), []
     except KeyboardInterrupt:
         if done:
-            result = AutotuningResult(found.device, (), tuple(done))
+            result = AutotuningResult(found.device, (), tuple(done.values()))
             click.echo(report.searches(result, verbose=options.verbose, times=found.times), err=True)
         raise
-
-
-def _tune_in_time(
-    seconds: float, chain: ConfigSelectorChain[Any, Any], todo: Sequence[Sequence[SharedCall]], more: dict[str, Any]
-) -> tuple[AutotuningResult, int]:
-    """Tune as many sets as fit into a time for all, at least one; each gets a share of the rest, by its weight."""
-    end = time.monotonic() + seconds
-    weights = list(map(_weight, todo))
-    results: list[AutotuningResult] = []
-    for number, calls in enumerate(todo):
-        left = end - time.monotonic()
-        if results and left < _LEAST_SHARE:
-            break
-        with policy_override(budget_s=max(left * weights[number] / sum(weights[number:]), _LEAST_SHARE)):
-            results.append(tune_together(chain, [calls], **more))
-    # Not `result or ...`: a result with unfinished searches has no configurations, and is false.
-    return functools.reduce(operator.or_, results), len(results)
-
-
-def _weight(calls: Sequence[SharedCall]) -> float:
-    """Return the weight of a set of calls in a time for all: less if nothing can be compared with the heuristic."""
-    inv, kernel = calls[0].inv.representative, kernel_of(calls[0].inv)
-    try:
-        some = {*map(config_id, [*heuristic_of(inv, kernel), *itertools.islice(candidates_of(kernel, inv), 2)])}
-    except EjkernelError:  # the search raises it, too
-        return 1.0
-    return 1.0 if len(some) > 1 else _WEIGHT_ALONE
 
 
 def _advice(event: WorkerRestarted, told: list[str]) -> str:
@@ -440,7 +417,7 @@ def _announcing_the_stop(console: Console) -> Iterator[None]:
             console.print(next(texts), highlight=False)
         signal.default_int_handler(number, frame)
 
-    before = signal.signal(signal.SIGINT, stop)
+    before = signal.signal(signal.SIGINT, delivered(stop))
     try:
         with _ended_like_ctrl_c():
             yield

@@ -20,6 +20,16 @@ from ejkernel.ops.utils.values.signature import is_array, is_known
 POSITIVE: Final = range(1, 1 << 62)
 
 
+def check_values(**arrays: Any) -> None:
+    """Raise an `ArgumentError` if an argument is a type without values."""
+    for name, array in arrays.items():
+        if isinstance(array, jax.ShapeDtypeStruct):
+            raise ArgumentError(
+                f"{name} is a type without values, {type_text(array)}; pass an array, or use types with jax.eval_shape "
+                "or jax.jit(...).lower."
+            )
+
+
 def canonical_flag(name: str, value: Any) -> bool:
     """Return a boolean of Python, NumPy or JAX as a bool."""
     value = value if isinstance(value, bool) else python_numbers(value, Takes.NUMBERS)

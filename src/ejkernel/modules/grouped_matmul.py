@@ -43,6 +43,7 @@ from ejkernel.kernels.quantized_matmul.quantized import Block, Quantized, is_qua
 from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK as _BLOCK
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.messages.names import names_checked
+from ejkernel.ops.utils.values.signature import is_array
 
 _NAMES_ELSEWHERE = {  # in jax.lax.ragged_dot, Megablox, Tokamax, grouped_gemm and PyTorch
     "group_offset": "first_group",
@@ -237,7 +238,7 @@ def grouped_matmul(
         rhs, rhs_scale, rhs_block = quantized_operand("rhs", rhs)
         options |= {"lhs_block": lhs_block, "rhs_block": rhs_block}
         return _quantized_grouped_matmul(lhs, rhs, group_sizes, lhs_scale, rhs_scale, row_scale, **options)
-    if accumulation != "exact":
+    if is_array(accumulation) or accumulation != "exact":
         raise ArgumentError(f"accumulation is for quantised operands, got {accumulation!r}; pass quantize(lhs).")
     options["precision"] = precision
     if activation is None and gate is None:

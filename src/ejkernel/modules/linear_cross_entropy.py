@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ejkernel.kernels._numbers import accumulator, is_integer
-from ejkernel.kernels._options import canonical_flag, int32, positive
+from ejkernel.kernels._options import canonical_flag, check_values, int32, positive
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.linear_cross_entropy import _arguments as arguments
 from ejkernel.kernels.linear_cross_entropy.common import Statistics, token_losses
@@ -396,6 +396,7 @@ def _prepared(
     axes = arguments.canonical_axis(vocab_axis)
     transposed = options.get("transpose_weight", False)
     arguments.check_operands(x, weight, labels, bias, transpose_weight=transposed)
+    check_values(x=x, weight=weight, labels=labels, bias=bias, token_weights=token_weights)
     counted = _counted(labels, ignore_index)
     x, weight, labels = jnp.asarray(x), jnp.asarray(weight), int32(labels)
     first, columns = _columns(weight.shape[0 if transposed else 1], axes)

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ejkernel import compat
-from ejkernel.kernels._options import type_text
+from ejkernel.kernels._options import check_values, type_text
 from ejkernel.kernels.grouped_matmul._arguments import check_sizes
 from ejkernel.kernels.quantized_matmul.operation import OUTPUTS
 from ejkernel.kernels.quantized_matmul.quantized import LARGEST, Quantized, canonical_dtype, quantize_by
@@ -114,7 +114,7 @@ def quantized_dense(
         raise ArgumentError(f"x must be [..., k] and w a matrix [k, n]; got {type_text(x)} and {type_text(w)}.")
     recipe = _recipe(dtype, gradient_dtype, accumulation, implementation)
     x, w = _of_floats("x", x), _of_floats("w", w)
-    if block not in (None, BLOCK) or (block and scaling is not None):
+    if is_array(block) or block not in (None, BLOCK) or (block and scaling is not None):
         raise ArgumentError(f"block must be {BLOCK} or None, and None with scaling; got {block!r}.")
     if scaling is None:
         return (_blocked if block else _dense)(recipe, x, w)
@@ -168,7 +168,7 @@ def quantized_grouped_dense(
             f"lhs must be [m, k] and rhs [groups, k, n] of the same dtype; got {type_text(lhs)} and {type_text(rhs)}."
         )
     recipe = _recipe(dtype, gradient_dtype, accumulation, implementation)
-    if block not in (None, BLOCK):
+    if is_array(block) or block not in (None, BLOCK):
         raise ArgumentError(f"block must be {BLOCK} or None; got {block!r}.")
     check_sizes(group_sizes, rhs.shape[0])
     layer = _blocked_groups if block else _grouped
@@ -200,6 +200,10 @@ class _Recipe:
 
 def _recipe(dtype: Any, gradient_dtype: Any, accumulation: Any, implementation: Any) -> _Recipe:
     named = implementation is None or isinstance(implementation, str)
+    if not named and not isinstance(implementation, Sequence):
+        raise ArgumentError(f"implementation must be a name, several names or None; got {implementation!r}.")
+    if not isinstance(accumulation, str):
+        raise ArgumentError(f"accumulation must be 'exact' or 'fast'; got {accumulation!r}.")
     options = {"accumulation": accumulation, "implementation": implementation if named else tuple(implementation)}
     return _Recipe(
         dtype=canonical_dtype("dtype", dtype, tuple(LARGEST)),
@@ -237,6 +241,7 @@ class _Type:
 
 def _of_floats(name: str, array: Any) -> jax.Array:
     """Return an argument as a JAX array of a supported dtype."""
+    check_values(**{name: array})
     found = jnp.asarray(array)
     if str(found.dtype) not in OUTPUTS:
         raise ArgumentError(f"{name} must be in {', '.join(OUTPUTS)}; got {type_text(found)}. Cast it.")

@@ -100,7 +100,9 @@ def quantize(
         ArgumentError: An argument has the wrong shape, dtype or value.
         UnsupportedError: The call is differentiated.
     """
-    usual = stochastic is False and scale_dtype in ("float32", jnp.float32) and block == _BLOCK and is_integer(axis)
+    # Arrays, which `==` would compare element by element, are refused below.
+    usual = stochastic is False and is_integer(axis) and type(block) is int and block == _BLOCK
+    usual = usual and not is_array(scale_dtype) and scale_dtype in ("float32", jnp.float32)
     if usual and is_array(x) and str(x.dtype) in _NARROW and x.shape and axis in (-1, len(x.shape) - 1):
         values, scale = _quantize_blocks(x, dtype=dtype)
         return Quantized(values, scale, (1,) * (len(x.shape) - 1) + (_BLOCK,))

@@ -23,7 +23,7 @@ def signature_for_calls(
     for name in names:
         if name not in parameters:
             raise KernelError(
-                f"{called}: space names {name!r}, but {called} has no such parameter; its parameters are "
+                f"{called}: space names {name!r}, but its function has no such parameter; its parameters are "
                 f"{', '.join(parameters)}{did_you_mean(name, parameters)}"
             )
         if parameters[name].kind not in (*_POSITIONAL[1:], inspect.Parameter.KEYWORD_ONLY):

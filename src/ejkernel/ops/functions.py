@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import numpy as np
@@ -20,7 +20,7 @@ from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ConfigError, KernelError
 from ejkernel.ops.function_signature import signature_for_calls
-from ejkernel.ops.utils.messages.names import did_you_mean, frames_hidden
+from ejkernel.ops.utils.messages.names import did_you_mean, frames_hidden, names_checked
 from ejkernel.ops.utils.storage.serialize import stable_json
 from ejkernel.ops.utils.validation import asked, is_call, named
 from ejkernel.ops.utils.values.scalars import plain
@@ -60,7 +60,7 @@ class _Options(TypedDict, total=False):
 def tune(function: Callable[P, Out], /, **options: Unpack[_Options]) -> TunedFunction[P, Out]: ...
 @overload
 def tune(**options: Unpack[_Options]) -> Callable[[Callable[P, Out]], TunedFunction[P, Out]]: ...
-@frames_hidden
+@names_checked(dict.fromkeys(("configs", "search_space", "values"), "space"))
 def tune(
     function: Callable[..., Any] | None = None,
     /,
@@ -126,9 +126,8 @@ def tune(
         KernelError: `space` is missing, the function lacks a tunable argument or takes it in a form that cannot be
             tuned, or another argument of `tune` is not valid.
     """
-
     if space is None:
-        called = "tune()" if function is None else getattr(function, "__name__", repr(function))
+        called = "tune()" if function is None else _called(function, name)
         raise KernelError(
             f"{called}: tune needs the values of the tunable arguments as keyword argument space; write "
             '@tune(space={"rows": [8, 16]}), with the names of your arguments.'
@@ -138,11 +137,11 @@ def tune(
     def decorate(function: Callable[P, Out]) -> TunedFunction[P, Out]:
         if not callable(function):
             raise KernelError(f"tune decorates a function, got {function!r}; write @tune(space=...).")
-        called = getattr(function, "__name__", "tune")
+        called = _called(function, name)
         hooks = {"heuristic": heuristic, "bwd_heuristic": bwd_heuristic, "reference": reference}
         _check_functions(called, {**hooks, "example_inputs": example_inputs, "bucket": bucket})
         spaces = _Directed(space, space if bwd_space is None else bwd_space)
-        declared = _Declared(function, spaces, constraints, _Directed(heuristic, bwd_heuristic or heuristic))
+        declared = _Declared(function, called, spaces, constraints, _Directed(heuristic, bwd_heuristic or heuristic))
         if not isinstance(version, str):
             raise KernelError(f"{declared.called}: version must be a string, got {version!r}.")
         members: dict[str, Any] = {
@@ -163,11 +162,16 @@ def tune(
             members["sharding_rule"] = _sharding_rule(sharding_rule, declared.called)
         # One class for each function, because hooks, signature and version belong to the class of a kernel; its single
         # instance looks like the function.
-        cls = type(declared.called, (TunedFunction,), members)
+        cls = type(_called(function), (TunedFunction,), members)
         made: TunedFunction[P, Out] = cls(function, declared, name)
         return made
 
     return decorate if function is None else decorate(function)
+
+
+def _called(function: Callable[..., Any], name: str | None = None) -> str:
+    """Return a kernel's name for messages, by default its function's."""
+    return name if name is not None and is_name(name) else getattr(function, "__name__", None) or repr(function)
 
 
 def _check_functions(called: str, functions: Mapping[str, Any]) -> None:
@@ -182,7 +186,12 @@ class TunedFunction(Kernel[Config, Out], Generic[P, Out]):
     def __init__(self, function: Callable[P, Out], declared: _Declared, name: str | None) -> None:
         if name is None and not is_name(declared.called):
             raise KernelError(f"{declared.called} has no usable name; pass tune(..., name=...).")
-        super().__init__(name or declared.called)
+        if name is not None and not is_name(name):
+            raise KernelError(
+                f"{declared.called}: name must be ASCII letters, digits, '_', '-' or '.', got {name!r}; set a version "
+                "with tune(..., version=...)."
+            )
+        super().__init__(declared.called)
         self._declared = declared
         self.choices = frozenset(declared.names)  # passing a default fixes the value in tuning
         functools.update_wrapper(self, function)
@@ -250,11 +259,12 @@ class _Declared:
     def __init__(
         self,
         function: Callable[..., Any],
+        called: str,
         spaces: _Directed[Space],
         constraints: Constraints,
         heuristics: _Directed[Heuristic | None],
     ) -> None:
-        self.called: str = getattr(function, "__name__", None) or repr(function)
+        self.called = called
         with named(self.called):
             self._constraints = given_constraints(constraints)
         self._spaces, self._heuristics = spaces, heuristics
@@ -283,7 +293,7 @@ class _Declared:
         """Return the candidates of a space that is the same for all calls; `None` if it depends on the call."""
         if callable(space) or _depends_on_shapes(space) or not self._defaults.keys() >= set(self.names) - set(own):
             return None
-        return self._listed(space, {}, self._defaults, own)
+        return self._listed(space, {}, self._defaults, own, is_static=True)
 
     def heuristic_cfg(self, inv: Invocation[Any, Any]) -> Config:
         """Return the configuration of an untuned call."""
@@ -339,17 +349,24 @@ class _Declared:
     def _fixed(self, inv: Invocation[Any, Any]) -> Config:
         return {name: inv.kwargs[name] for name in self.names if name in inv.kwargs}
 
-    def _listed(self, space: Any, fixed: Config, base: Config, own: Sequence[str]) -> Collection[Config]:
+    def _listed(
+        self, space: Any, fixed: Config, base: Config, own: Sequence[str], *, is_static: bool = False
+    ) -> Collection[Config]:
         """Return the configurations of `space`, in any form, that agree with `fixed`.
 
-        Arguments outside `own` are tuned only in the other direction, and have their values from `base`.
+        Arguments outside `own` are tuned only in the other direction, and have their values from `base`. Constraints
+        that reject a whole static space are an error.
         """
         others = {name: base[name] for name in self.names if name not in own}
         if isinstance(space, Mapping):
             self._check_names(space, own)
             axes = {name: [fixed[name]] if name in fixed else self._values(name, space[name], base) for name in space}
             axes |= {name: [value] for name, value in others.items()}
-            return _or_base(ConfigSpace(axes, constraints=self._constraints), base)
+            made: ConfigSpace[Config] = ConfigSpace(axes, constraints=self._constraints)
+            found = _or_base(made, base)
+            if is_static and found is not made:
+                raise made.nothing()
+            return found
         if self._constraints:
             raise KernelError(
                 f"{self.called}: constraints need a space that maps names to values; put them into the ConfigSpace."
@@ -366,7 +383,7 @@ class _Declared:
         return [entry for entry in listed if _agree(entry, fixed)] or [base]
 
     def _values(self, name: str, values: object, base: Config) -> Sequence[Any]:
-        if isinstance(values, str) or not isinstance(values, Iterable):
+        if isinstance(values, str | Set | Mapping) or not isinstance(values, Iterable):
             raise KernelError(f"{self.called}: space[{name!r}] must be a sequence of values, got {values!r}.")
         if isinstance(values, range):  # not listed: it may have millions of values
             return values or ([base[name]] if name in base else [])

@@ -19,6 +19,7 @@ from ejkernel.ops.utils.error_text import error_text, example_text, value_text
 from ejkernel.ops.utils.fingerprint import TPU_NAMES, name_of_device
 from ejkernel.ops.utils.messages.names import NamedFields, did_you_mean
 from ejkernel.ops.utils.services import Shown
+from ejkernel.ops.utils.validation import check_argument
 
 _HOOKS_OF_KERNELS: Final = {"heuristic_cfg": ("heuristic",), "config_space": ("space",), "candidate_cfgs": ("space",)}
 _CLOSE: Final = 0.7  # similarity of a misspelt implementation's name: `flash3` does not mean `splash`
@@ -224,6 +225,8 @@ class Implementations(Mapping[str, Implementation[Any]]):
     """
 
     def __init__(self, declared: Mapping[str, Declared]) -> None:
+        wanted = 'a mapping from names to implementations, e.g. {"xla": Xla()}'
+        check_argument(isinstance(declared, Mapping), "the argument of Implementations", wanted, declared)
         self._declared = {
             name: LazyImplementation(found) if isinstance(found, str) else found for name, found in declared.items()
         }
@@ -305,7 +308,10 @@ class Implementations(Mapping[str, Implementation[Any]]):
 
         The implementations that the reason suggests run the call.
         """
-        reason = self._reason(name, call)
+        reason: object = self._reason(name, call)
+        if not isinstance(reason, str | None):
+            kind = type(self[name]).__name__
+            raise KernelError(f"{kind}.unsupported must return a sentence, or None if the call runs; got {reason!r}.")
         if reason is None or " use '" not in reason:
             return reason
 

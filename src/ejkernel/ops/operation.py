@@ -23,6 +23,7 @@ from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, Unsuppo
 from ejkernel.ops.implementation import CallT, Implementation, Implementations, OperationConfig, without_residuals
 from ejkernel.ops.utils.fingerprint import platform_fingerprint, platform_kind, traced_for
 from ejkernel.ops.utils.messages.names import did_you_mean
+from ejkernel.ops.utils.validation import check_candidates
 from ejkernel.ops.utils.values.signature import is_array
 
 OpCfg = TypeVar("OpCfg", bound=OperationConfig)
@@ -56,11 +57,14 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
     """
 
     implementations: ClassVar[Implementations] = Implementations({})
+    _not_for_reference = ("implementation",)  # nor does `describe` get it
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "implementations" not in vars(cls):
             return
+        if not cls.implementations:
+            raise KernelError(f"{cls.__name__}.implementations must have at least one implementation.")
         config: Any = cls.config_type
         if config is None or not issubclass(config, OperationConfig) or config is OperationConfig:
             raise KernelError(
@@ -253,6 +257,10 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
     def _config(self, name: str, call: CallT, params: Any) -> OpCfg:
         # A tuned configuration has the parameters of one direction; the other direction is tuned separately.
         config_type = cast("type[OpCfg]", self.config_type)
+        if params is None:
+            found = self.implementations[name]
+            wanted = found.params_type(backward=call.backward).__name__
+            raise KernelError(f"{type(found).__name__}.heuristic must return an instance of {wanted}, got None.")
         return config_type(implementation=name, **{"bwd" if call.backward else "fwd": params})
 
     def _able(self, inv: Invocation[OpCfg, Out]) -> tuple[list[str], CallT]:
@@ -469,7 +477,7 @@ def _params_of(config: OperationConfig, call: Any) -> Any:
 
 def _valid_params(implementation: Implementation[Any], call: Any) -> Collection[Any]:
     """Return an implementation's space without invalid parameters; a `ConfigSpace` excludes them by constraints."""
-    space = implementation.space(call)
+    space = check_candidates(implementation.space(call), f"the result of {type(implementation).__name__}.space")
     # A `ConfigSpace` may have millions of points, so do not list it.
     if isinstance(space, ConfigSpace):
         return space

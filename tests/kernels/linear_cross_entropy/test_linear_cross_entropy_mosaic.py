@@ -321,6 +321,22 @@ def test_a_sum_over_chunks_starts_from_the_first(replaced, sum_dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("form", ["rows", "vocabulary"])
+@pytest.mark.parametrize(
+    "options", [{}, {"logits_soft_cap": None, "label_smoothing": 0.0, "z_loss": 0.0}], ids=["all options", "no option"]
+)
+def test_without_any_column_gradients_are_zero(replaced, form, options):
+    removed = *replaced[:4], jnp.full_like(replaced[4], -jnp.inf)
+    args, run = prepared(removed, MosaicGpuParams(form=form), **options)
+    _, options, _ = described(linear_cross_entropy_gradients, removed, LOSS | options)
+    expected = linear_cross_entropy_gradients.reference(*wide(removed), **options)
+    found = jax.jit(run)(*args)
+    for wanted, one in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(np.asarray(wanted, np.float32), np.asarray(one, np.float32))
+    assert not any(np.asarray(gradient, np.float32).any() for gradient in found[-3:])
+
+
+@pytest.mark.slow
 def test_a_vocabulary_over_two_devices_gives_the_loss_and_gradients_of_one(replaced):
     own = COLUMNS // 2
     mesh = jax.make_mesh((2,), ("vocabulary",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])

@@ -162,7 +162,7 @@ def test_a_candidate_that_needs_more_than_the_device_has_fails_with_both_figures
     _, (small, large) = prepared(Large("large"), [1, 2])
     assert small.status == "ready"
     assert large.status == "failed"
-    assert large.reason.endswith("0.0 MiB on the device.")
+    assert large.reason.endswith(" 4.0 KiB on the device.")
 
 
 def test_a_compiler_that_fails_to_tell_the_memory_is_the_candidate_s_failure(monkeypatch):

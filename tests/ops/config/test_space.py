@@ -4,6 +4,8 @@
 import dataclasses
 import itertools
 import math
+import pickle
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejkernel.ops.config.spaces.space import ENUMERATED, ConfigSpace
-from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.errors import ArgumentError, CallError, ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +124,7 @@ def test_constraints_prune_before_later_axes_are_chosen():
         ({"a": []}, "axis 'a' must have at least one value"),
         ({"a": [1, 2, 1]}, "axis 'a' must name each value once, got 1 twice"),
         ({"a": "row"}, "map a name to a sequence of values"),
+        ({"a": {"x", "y"}}, "map a name to a sequence of values"),
     ],
 )
 def test_axes_are_checked(axes, message):
@@ -139,6 +142,57 @@ def test_constraints_that_nothing_meets_are_an_error(use):
     space = ConfigSpace(AXES, constraints=lambda order: order == "diagonal")
     with pytest.raises(ConfigError, match="no configuration of ConfigSpace"):
         use(space)
+
+
+def test_the_error_about_an_empty_space_counts_the_rejections_of_each_constraint():
+    def fits(block_q, block_kv):
+        return block_q * block_kv <= 64 * 64
+
+    def guarded(block_q):
+        return 1 / (block_q - 64) > 0
+
+    space = ConfigSpace(
+        {"block_q": [64, 128], "block_kv": [64, 128, 256]},
+        constraints=[lambda block_q: block_q != 64, guarded, fits, lambda block_kv: block_kv > 64],
+    )
+    with pytest.raises(ConfigError) as raised:
+        space.points()
+    assert re.sub(r"\S+\.(\S+) \(\S+\)", r"\1", str(raised.value)) == (
+        "no configuration of ConfigSpace(block_q: 2, block_kv: 3; 4 constraints) satisfies the constraints. Of 6 "
+        "configurations, the constraint fits, which reads block_q, block_kv, rejects 5; the constraint <lambda>, which "
+        "reads block_q, rejects 3; the constraint <lambda>, which reads block_kv, rejects 2; the constraint guarded, "
+        "which reads block_q, rejects 0. Relax a constraint, or add values."
+    )
+
+
+def test_rejections_too_many_to_count_are_named_so():
+    axes = {f"axis{i}": list(range(40)) for i in range(4)}
+    space = ConfigSpace(axes, constraints=[lambda axis0: False, lambda axis0, axis1, axis2, axis3: True])
+    with pytest.raises(ConfigError, match=r"Of 2,560,000 .* axis0, rejects 2,560,000; .* too costly to count\. Relax"):
+        space.points()
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: ConfigSpace(rows=[8, 16]),
+            r"^ConfigSpace has no argument `rows`; .* For example: ConfigSpace\(\{",
+        ),
+        (lambda: ConfigSpace({"a": [1]}, constraint=bool), "^ConfigSpace has no argument `constraint`; did you mean"),
+        (lambda: ConfigSpace({"a": [1]}, [bool]), "^ConfigSpace takes 1 argument by position"),
+        (lambda: ConfigSpace({"a": [1]}, seeds=3), "^seeds must be a list of configurations, got 3"),
+        (lambda: ConfigSpace({"a": [1]}, read=3), "^read must be a function .*, got 3"),
+        (lambda: ConfigSpace.listed(3), "^configurations must be a list, got 3"),
+    ],
+)
+def test_wrong_arguments_are_errors_that_name_them(make, text):
+    with pytest.raises((ArgumentError, CallError), match=text):
+        make()
+
+
+def test_a_space_can_be_pickled():
+    assert list(pickle.loads(pickle.dumps(ConfigSpace({"a": [1, 2]})))) == [{"a": 1}, {"a": 2}]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import threading
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.ops.sample_kernels import Times
@@ -303,6 +304,42 @@ def test_a_missing_reference_is_a_clear_error():
 def test_a_missing_run_is_a_clear_error():
     with pytest.raises(KernelError, match="Forms has no run"):
         kernel_with().run(X, cfg=1)
+
+
+class Saves(Kernel[int, jax.Array]):
+    """Twice its argument; `form` changes the output beside the residuals."""
+
+    form = staticmethod(lambda out: out)
+
+    def run(self, x, *, cfg):
+        return x * 2
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+    def fwd_with_residuals(self, x, *, cfg):
+        return self.form(x * 2), x
+
+    def vjp(self, residuals, out, cotangents, x, *, cfg):
+        return (2 * cotangents[0].astype(x.dtype),)
+
+
+@pytest.mark.parametrize(
+    ("form", "given"),
+    [
+        (lambda out: out.astype(jnp.bfloat16), r"bfloat16\[4\]"),
+        (lambda out: out[:2], r"float32\[2\]"),
+        (lambda out: (out,), r"\(float32\[4\],\)"),
+        (lambda out: (out, out), r"\(float32\[4\], float32\[4\]\)"),
+    ],
+)
+@pytest.mark.parametrize("transform", [jax.grad, lambda f: jax.vmap(jax.grad(f))])
+def test_outputs_with_and_without_residuals_have_the_same_types(form, given, transform):
+    kernel = type("Other", (Saves,), {"form": staticmethod(form)})("other")
+    x = jnp.ones(4) if transform is jax.grad else jnp.ones((3, 4))
+    with pytest.raises(KernelError, match=rf"^other: the forward with residuals returns {given}, without them float32"):
+        transform(lambda x: jnp.sum(jnp.asarray(kernel(x))))(x)
+    np.testing.assert_array_equal(jax.grad(lambda x: Saves("saves")(x).sum())(jnp.ones(4)), 2 * jnp.ones(4))
 
 
 @pytest.mark.parametrize(("there", "missing"), [("fwd_with_residuals", "vjp"), ("vjp", "fwd_with_residuals")])

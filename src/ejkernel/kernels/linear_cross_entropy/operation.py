@@ -273,7 +273,7 @@ class LinearCrossEntropy(_OnLogits[LinearCrossEntropyConfig]):
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the statistics by the plain formula, in float32."""
         x, weight, labels, *bias = args
-        call = self.describe(*args, **{k: v for k, v in options.items() if k != "implementation"})
+        call = self.describe(*args, **options)
         found = reference.statistics(x, weight, labels, bias[0] if bias else None, call)
         return reference.wanted(found, call.statistics).results()
 
@@ -369,7 +369,7 @@ class LinearCrossEntropyGradients(_OnLogits[LinearCrossEntropyGradientsConfig]):
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return statistics and gradients by the plain formula, in float32."""
         x, weight, labels, factors, *bias = args
-        call = self.describe(*args, **{k: v for k, v in options.items() if k != "implementation"})
+        call = self.describe(*args, **options)
         found, gradients = reference.loss_and_gradients(x, weight, labels, factors, bias[0] if bias else None, call)
         return *reference.wanted(found, call.statistics).results(), *(gradients[name] for name in call.gradients)
 

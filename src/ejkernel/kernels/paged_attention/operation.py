@@ -116,7 +116,7 @@ class PagedAttention(Operation[PagedAttentionConfig, PagedCall, Any]):
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the output, and the log-sum-exp if the call returns it, by the plain formula in float32."""
-        call = self.describe(*args, **{name: value for name, value in options.items() if name != "implementation"})
+        call = self.describe(*args, **options)
         out, lse = reference.attention(call, args)
         out = out.astype(args[0].dtype)
         return (out, lse) if call.return_lse else out

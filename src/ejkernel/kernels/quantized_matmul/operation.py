@@ -90,7 +90,7 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
             raise ArgumentError(
                 f"x or w must be quantised, got {type_text(x)} and {type_text(w)}; see quantize, or use x @ w."
             )
-        if accumulation not in ACCUMULATIONS:
+        if not isinstance(accumulation, str) or accumulation not in ACCUMULATIONS:
             raise ArgumentError(f"accumulation must be one of {', '.join(ACCUMULATIONS)}; got {accumulation!r}.")
         said = {
             "x_block": x_block,

@@ -11,8 +11,8 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,10 @@ from jax.typing import DTypeLike
 
 from ejkernel import compat
 from ejkernel.kernels._numbers import accumulator, is_integer
-from ejkernel.kernels._options import type_text
+from ejkernel.kernels._options import check_values, type_text
 from ejkernel.ops.core.sharding.rule import WHOLE_BLOCKS
 from ejkernel.ops.core.sharding.split import mesh_axes
-from ejkernel.ops.errors import ArgumentError, UnsupportedError
+from ejkernel.ops.errors import ArgumentError, CallError, UnsupportedError
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.values.scalars import Takes, python_numbers
 from ejkernel.ops.utils.values.signature import is_array, is_known
@@ -33,6 +33,16 @@ Block = tuple[int | None, ...]
 LARGEST: Final = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}  # the values quantised numbers reach
 _MANTISSA: Final = {"float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14)}  # stored bits, and the least normal exponent
 SCALE_DTYPES: Final = ("float32", "bfloat16")
+
+
+def _no_operator(symbol: str) -> Callable[..., NoReturn]:
+    """Return the method of an operator that says what to use instead."""
+    how = "use quantized_matmul(x, w) from ejkernel.modules; " if symbol == "@" else ""
+
+    def operator(*_: object) -> NoReturn:
+        raise CallError(f"Quantized has no operator {symbol}: {how}dequantize() returns an array.")
+
+    return operator
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -54,6 +64,13 @@ class Quantized:
     values: jax.Array
     scale: jax.Array
     block: Block
+
+    __array_ufunc__ = None  # NumPy leaves operators to these
+    __matmul__ = __rmatmul__ = _no_operator("@")
+    __mul__ = __rmul__ = _no_operator("*")
+    __truediv__ = __rtruediv__ = _no_operator("/")
+    __add__ = __radd__ = _no_operator("+")
+    __sub__ = __rsub__ = __neg__ = _no_operator("-")
 
     def __post_init__(self) -> None:
         if is_array(self.values) and is_array(self.scale):
@@ -92,8 +109,14 @@ class Quantized:
         return self.values.dtype
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        """Return `values * scale`, multiplied in float32 and rounded to `dtype`."""
+        """Return `values * scale`, multiplied in float32 and rounded to `dtype`.
+
+        Raises:
+            ArgumentError: `dtype` is no floating-point dtype.
+        """
         check_quantized("the array", self)
+        if not _is_floating(dtype):
+            raise ArgumentError(f"dtype must be a floating-point dtype, e.g. 'bfloat16'; got {dtype!r}.")
         wide = self.values.astype(jnp.float32)
         return (wide * spread(self.scale.astype(jnp.float32), self.shape, self.block)).astype(dtype)
 
@@ -145,6 +168,7 @@ def quantize(
             f"stochastic must be one PRNG key or False, got {value_text(stochastic)}; pass jax.random.key(seed)."
         )
     key = () if stochastic is False else (stochastic,)
+    check_values(x=x)
     x = jnp.asarray(x)
     _check_shards(x, blocks)
     return Quantized(*_quantized(name, scales, blocks, x, *key), blocks)
@@ -351,11 +375,18 @@ def quantized_operand(name: str, array: Any, scale: Any = None) -> tuple[Any, An
     return values, scale, array.block if len(array.block) <= rank else full_block(array.block, rank)
 
 
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False
+
+
 def canonical_dtype(name: str, dtype: Any, allowed: Sequence[str]) -> str:
     """Return the name of a dtype among `allowed`."""
     try:
-        found = str(jnp.dtype(dtype).name)
-    except TypeError:
+        found = "" if is_array(dtype) else str(jnp.dtype(dtype).name)
+    except (TypeError, ValueError):
         found = ""
     if found not in allowed:
         raise ArgumentError(f"{name} must be one of {', '.join(allowed)}; got {dtype!r}.")

@@ -51,6 +51,7 @@ class Computation(Noted, Generic[Cfg, Out]):
     choices: frozenset[str] = frozenset()
     config_type: ClassVar[type | None] = None
     _interface: ClassVar[type]  # the class with the defaults of all hooks
+    _not_for_reference: ClassVar[tuple[str, ...]] = ()  # options of `prepare` that the reference does not get
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -262,6 +263,12 @@ def overrides(kernel: Computation[Cfg, Out], name: str) -> bool:
     """Return whether `kernel` overrides the hook `name`."""
     own = getattr(type(kernel), name, None)
     return (own is not None and own is not getattr(kernel._interface, name, None)) or name in vars(kernel)
+
+
+def reference_result(kernel: Computation[Cfg, Out], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Out:
+    """Return the reference's result for the arguments from `prepare`."""
+    own = {name: value for name, value in kwargs.items() if name not in kernel._not_for_reference}
+    return kernel.reference(*args, **own)
 
 
 def has_residual_form(kernel: Computation[Cfg, Out]) -> bool:

@@ -380,11 +380,24 @@ def _differentiate(
     forward, linear = differentiate(call.node, wrt, outs, trees)
     results = call_p.bind(*primals, call=dataclasses.replace(call, node=forward))
     if trees is not None:  # here, because a policy of `jax.checkpoint` sees only the program's own equations
+        _check_outputs(call, (plain_types.trees[0], plain_types.avals), (trees[0], results[: trees[0].num_leaves]))
         results = _named(results, len(outs), call.node.spec.kernel.op_id)
     out, saved = results[: len(outs)], results if trees is not None else ()
     derived = dataclasses.replace(call, node=linear, linear=len(tangents))
     found = iter(call_p.bind(*saved, *primals, *tangents, call=derived) if any(outs) else ())
     return out, [next(found) if has else compat.tracing.zero_for(value) for value, has in zip(out, outs, strict=True)]
+
+
+def _check_outputs(call: Call, plain: tuple[Any, Sequence[HasType]], saving: tuple[Any, Sequence[HasType]]) -> None:
+    """Check that a forward returns the same structure and types with and without residuals."""
+    texts = [jax.tree.unflatten(tree, [f"{x.dtype}{list(x.shape)}" for x in types]) for tree, types in (plain, saving)]
+    if texts[0] != texts[1]:
+        without, with_residuals = (str(text).replace("'", "") for text in texts)
+        raise KernelError(
+            f"{call.node.spec.kernel.op_id}: the forward with residuals returns {with_residuals}, without them "
+            f"{without}: `fwd_with_residuals` and `run`, or `forward` and `output` of an implementation, must return "
+            "outputs of the same structure, shapes and dtypes."
+        )
 
 
 def _named(results: Sequence[object], count: int, op_id: str) -> list[Any]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from ejkernel.ops.utils.values.signature import is_array
 
 T = TypeVar("T")
 
+_HOOKS = ("describe", "unsupported", "heuristic", "space", "params_fault", "doubt", "preference")
 _RAN_WITH = " ran with "
 _NAMED = (ArgumentError, ConfigError, KernelError, TuningError)  # without subclasses: their constructors may differ
 
@@ -37,8 +39,10 @@ def is_count(value: object, least: int) -> bool:
 
 
 def is_call(value: object) -> bool:
-    """Return whether `value` is `(args, kwargs)`."""
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)
+    """Return whether `value` is `(args, kwargs)`, and not e.g. `(array, {})`."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    return isinstance(value[0], tuple | list) and isinstance(value[1], Mapping)
 
 
 def asked(what: str, function: Callable[..., T], *args: object, **kwargs: object) -> T:
@@ -52,7 +56,18 @@ def asked(what: str, function: Callable[..., T], *args: object, **kwargs: object
     except EjkernelError:
         raise
     except Exception as error:
-        raise KernelError(f"{what} raised {error_text(error)}{field_advice(error)}") from error
+        inner = _inner_hook(error)
+        raise KernelError(f"{what}{inner and f': {inner}'} raised {error_text(error)}{field_advice(error)}") from error
+
+
+def _inner_hook(error: BaseException) -> str:
+    """Return the method of an operation or an implementation in which an error arose; empty if in none of a user's."""
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner, _, name = frame.f_code.co_qualname.rpartition(".")
+        if owner and name in _HOOKS and not str(frame.f_globals.get("__name__")).startswith("ejkernel."):
+            found = f"{owner.rpartition('.')[2]}.{name}"
+    return found
 
 
 def call_that_raised(error: BaseException) -> str:

@@ -89,6 +89,8 @@ class HeadGradients:
         matrix = _with_labels(found.matrix, jnp.where(head.owns(rows.labels), rows.labels, head.columns), at_label)
         factor = factors * softmax * jnp.exp(relative_to - lse) * call.logits_scale
         constant = None if unit.constant is None else factors * unit.constant * call.logits_scale
+        # Where all columns are removed, gradients are 0, not 0 times infinity.
+        factor, constant = jax.tree.map(lambda y: jnp.where(lse == -jnp.inf, 0, y), (factor, constant))
         made = self._by_factors(rows, matrix, factor, constant, dtype, total)
         total_of_logits = self._sum_of_logits(rows) if "sum" in call.statistics else None
         statistics = Statistics(lse, found.label, total_of_logits, None, merged_max(found.max, call.vocab_axis))

@@ -147,7 +147,6 @@ class QuantizedGroupedActivation(GroupedOperation[QuantizedGroupedActivationConf
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the activation of float32 products of the dequantised operands."""
-        options.pop("implementation", None)
         shared = {name: options[name] for name in ("lhs_block", "rhs_block", "transpose_rhs") if name in options}
         products = [
             quantized_grouped_matmul.reference(*each, preferred_element_type="float32", **shared)

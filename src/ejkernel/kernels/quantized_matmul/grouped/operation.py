@@ -107,7 +107,7 @@ class QuantizedGroupedMatmul(GroupedOperation[QuantizedGroupedMatmulConfig]):
         groups = groups_arguments.canonical_groups(group_sizes, first_group, rhs.shape[0])
         if row_scale is not None:
             groups_arguments.check_row_scale(row_scale, lhs)
-        if accumulation not in ACCUMULATIONS:
+        if not isinstance(accumulation, str) or accumulation not in ACCUMULATIONS:
             raise ArgumentError(f"accumulation must be one of {', '.join(ACCUMULATIONS)}; got {accumulation!r}.")
         said = {
             "lhs_block": lhs_block,

@@ -107,7 +107,7 @@ class Quantize(Operation[QuantizeConfig, QuantizeCall, Any]):
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the results in plain JAX."""
-        return quantized_blocks(*args, **{name: value for name, value in options.items() if name != "implementation"})
+        return quantized_blocks(*args, **options)
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule:
         """Return a rule that splits rows and columns by whole blocks; columns in groups need all rows."""

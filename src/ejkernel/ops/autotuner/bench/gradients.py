@@ -41,6 +41,8 @@ def differentiable(spec: CallSpec, arrays: Sequence[jax.Array]) -> tuple[bool, .
 class _RunAsReference:
     """A stand-in for a kernel; its `reference` is the kernel's `run` under one configuration."""
 
+    _not_for_reference = ()
+
     def __init__(self, kernel: Kernel[Cfg, Out], choice: Choice) -> None:
         self.op_id = kernel.op_id
         self._kernel, self._choice = kernel, choice

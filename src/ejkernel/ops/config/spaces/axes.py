@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -178,7 +178,8 @@ class Axis:
 
 
 def _are_values(values: object) -> bool:
-    return isinstance(values, Iterable) and not isinstance(values, str | bytes)
+    # The order of a set differs between processes, and the identity of a space must not.
+    return isinstance(values, Iterable) and not isinstance(values, str | bytes | Set | Mapping)
 
 
 def is_number(value: object) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +17,8 @@ from ejkernel.ops.utils.validation import check_argument
 _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _SHOWN = 16  # axes named in a message
 _CALL = 8  # `Effort` for calling a constraint
+_COUNTED = 100_000  # assignments of the axes of a constraint, up to which its rejections are counted
+_NAMED_CONSTRAINTS = 6  # constraints named in a message about an empty space
 
 
 @dataclasses.dataclass(slots=True)
@@ -117,6 +121,45 @@ def given_constraints(constraints: Any) -> list[Callable[..., Any]]:
 def described(holds: Callable[..., Any]) -> str:
     """Return the name and source location of a constraint, for messages."""
     return f"the constraint {where(inspect.unwrap(holds))}"
+
+
+def rejections(constraints: Iterable[Constraint], axes: Mapping[str, Sequence[object]]) -> str:
+    """Return how many configurations each constraint rejects, in words, the strictest first; empty without constraints.
+
+    Args:
+        constraints: The constraints of a space without valid configurations.
+        axes: The values of all its axes by name.
+    """
+    total = math.prod(map(len, axes.values()))
+    counts = sorted(((_rejected(each, axes), each) for each in constraints), key=lambda item: -item[0])
+    parts = [
+        f"{described(each.holds)}, which reads {', '.join((each.reads or tuple(axes))[:_SHOWN])}, rejects "
+        f"{f'{count:,}' if count >= 0 else 'a number of them that is too costly to count'}"
+        for count, each in counts[:_NAMED_CONSTRAINTS]
+    ]
+    if not parts:
+        return ""
+    more = [f"{len(counts) - len(parts)} others reject fewer"] if len(counts) > len(parts) else []
+    return f" Of {total:,} configurations, {'; '.join([*parts, *more])}. Relax a constraint, or add values."
+
+
+def _rejected(constraint: Constraint, axes: Mapping[str, Sequence[object]]) -> int:
+    """Return the number of configurations that a constraint rejects by itself; -1 if they are too many to count."""
+    own = {name: axes[name] for name in constraint.reads or axes}
+    count = math.prod(map(len, own.values()))
+    if count > _COUNTED:
+        return -1
+    rejected = sum(
+        _rejects(constraint, dict(zip(own, values, strict=True))) for values in itertools.product(*own.values())
+    )
+    return rejected * (math.prod(map(len, axes.values())) // count)
+
+
+def _rejects(constraint: Constraint, assignment: Mapping[str, object]) -> bool:
+    try:
+        return not constraint(assignment)
+    except ConfigError:  # an earlier constraint guards it, e.g. against a division by zero, and rejects the assignment
+        return False
 
 
 def cost_of(constraint: Constraint, names: Sequence[str]) -> int:

@@ -14,12 +14,14 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from ejkernel.ops.config.spaces.axes import ALIGNED_FROM, Axis, Floats, is_number, value_key
-from ejkernel.ops.config.spaces.constraints import Constraint, Effort
+from ejkernel.ops.config.spaces.constraints import Constraint, Effort, rejections
 from ejkernel.ops.config.spaces.constraints import given_constraints as given_constraints
 from ejkernel.ops.config.spaces.parts import Part, parts_of
 from ejkernel.ops.config.spaces.parts import Point as Point
 from ejkernel.ops.errors import ConfigError, EjkernelError, KernelError
 from ejkernel.ops.utils.error_text import error_text, where
+from ejkernel.ops.utils.formatting import counted
+from ejkernel.ops.utils.messages.names import NamedArguments
 from ejkernel.ops.utils.validation import check_argument
 
 Cfg = TypeVar("Cfg")
@@ -31,7 +33,7 @@ _ROUNDS = 8  # rounds of drawing in a space where draws often repeat
 _SHOWN = 16  # axes named in the text of a space
 
 
-class ConfigSpace(Generic[Cfg]):
+class ConfigSpace(NamedArguments, Generic[Cfg]):
     """A search space declared by axes and constraints instead of a list.
 
     A space is enumerated when needed, and sampled if it is too large. Random methods take a NumPy generator and depend
@@ -63,6 +65,8 @@ class ConfigSpace(Generic[Cfg]):
             Methods also raise it when a constraint raises.
     """
 
+    _example = 'ConfigSpace({"rows": [8, 16]}, constraints=lambda rows: rows <= 16)'
+
     def __init__(
         self,
         axes: Mapping[str, Sequence[object]],
@@ -78,10 +82,12 @@ class ConfigSpace(Generic[Cfg]):
         self.axes: tuple[Axis, ...] = tuple(Axis.of(name, values) for name, values in axes.items())
         self.names: tuple[str, ...] = tuple(axes)
         check_argument(build is None or callable(build), "build", "a class, or a function of the assignment", build)
+        check_argument(read is None or callable(read), "read", "a function that returns the values by name", read)
         positions = {name: position for position, name in enumerate(self.names)}
         self._constraints = tuple(Constraint.of(holds, positions) for holds in given_constraints(constraints))
         self._build = build
         self._read = read
+        check_argument(isinstance(seeds, Iterable), "seeds", "a list of configurations", seeds)
         self.seeds = tuple(seeds)
         self._listed: tuple[Point, ...] | None = None
         self._kept = False  # whether these were given, rather than found
@@ -93,6 +99,7 @@ class ConfigSpace(Generic[Cfg]):
         Raises:
             ConfigError: The list is empty, the fields differ, or an item is neither a mapping nor a dataclass.
         """
+        check_argument(isinstance(configurations, Iterable), "configurations", "a list", configurations)
         configs = list(configurations)
         rows = [_fields(config) for config in configs]
         if not rows or not rows[0] or any(row.keys() != rows[0].keys() for row in rows):
@@ -108,7 +115,7 @@ class ConfigSpace(Generic[Cfg]):
     def __repr__(self) -> str:
         axes = ", ".join(f"{axis.name}: {len(axis)}" for axis in self.axes[:_SHOWN])
         more = f", ... {len(self.axes)} axes" if len(self.axes) > _SHOWN else ""
-        return f"ConfigSpace({axes}{more}; {len(self._constraints)} constraints)"
+        return f"ConfigSpace({axes}{more}; {counted(len(self._constraints), 'constraint')})"
 
     def __bool__(self) -> bool:
         return True  # without this, `if space:` would count its configurations
@@ -137,7 +144,7 @@ class ConfigSpace(Generic[Cfg]):
         """
         counts = [part.count for _, part in self._known]
         if not all(counts):
-            raise self._nothing()
+            raise self.nothing()
         return math.prod(counts)
 
     @property
@@ -154,7 +161,7 @@ class ConfigSpace(Generic[Cfg]):
             ConfigError: No configuration satisfies the constraints.
         """
         if self.empty():
-            raise self._nothing()
+            raise self.nothing()
         if self._listed is None and self.exact and self.size <= ENUMERATED:
             self._listed = tuple(self.walk())
         return self._listed
@@ -350,7 +357,7 @@ class ConfigSpace(Generic[Cfg]):
             if len(found) >= count or len(found) <= before + count // 100:
                 break
         if not found and count:
-            raise self._nothing()
+            raise self.nothing()
         return list(itertools.islice(found, count))
 
     def sample(self, rng: np.random.Generator, count: int) -> list[Cfg]:
@@ -428,9 +435,11 @@ class ConfigSpace(Generic[Cfg]):
             columns.update(zip(positions, zip(*drawn, strict=True), strict=True))
         return zip(*(columns[i] for i in range(len(self.axes))), strict=True)
 
-    def _nothing(self) -> ConfigError:
+    def nothing(self) -> ConfigError:
+        """Return the error about a space without a valid configuration, or with none found."""
         if self.empty():
-            return ConfigError(f"no configuration of {self!r} satisfies the constraints; check them, or add values.")
+            why = rejections(self._constraints, {axis.name: axis.values for axis in self.axes})
+            return ConfigError(f"no configuration of {self!r} satisfies the constraints.{why}")
         hard = [part for _, part in self._known if not part.exact and not part.count]
         total = sum(math.log10(part.product) for part in hard)
         return ConfigError(

@@ -17,7 +17,14 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.ops.core.callspec import CallSpec, array_names
-from ejkernel.ops.core.hooks import Computation, form_of, has_residual_form, overrides, writes_residual_form
+from ejkernel.ops.core.hooks import (
+    Computation,
+    form_of,
+    has_residual_form,
+    overrides,
+    reference_result,
+    writes_residual_form,
+)
 from ejkernel.ops.core.transformations.jax_residuals import forward_with_jax_residuals, gradients_from_jax_residuals
 from ejkernel.ops.errors import GradientError, KernelError
 from ejkernel.ops.utils.error_text import value_text
@@ -225,7 +232,7 @@ class Forward:
     def _compute(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kernel = self.spec.kernel
         if choice.reference:
-            return kernel.reference(*args, **kwargs)
+            return reference_result(kernel, args, kwargs)
         if choice.config_for_types:
             config, platform = choice.config_for_types(args, kwargs)
             choice = dataclasses.replace(choice, config=config, platform=platform, config_for_types=None)

@@ -151,6 +151,25 @@ class NamedFields:
         return super().__new__(cls)
 
 
+class NamedArguments:
+    """Base of other classes that users create: an error about wrong arguments names the right ones.
+
+    Not for classes with many instances: each creation by keywords compares them with the signature.
+    """
+
+    __slots__ = ()
+    _example: ClassVar[str] = ""  # a call, shown if an argument is unknown
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Create an instance after a check of the arguments."""
+        if args or kwargs:  # neither for `pickle`
+            try:
+                raise_if_misfit(cls.__name__, cls, args, kwargs)
+            except CallError as error:
+                raise (CallError(f"{error} For example: {cls._example}") if cls._example else error) from None
+        return super().__new__(cls)
+
+
 def frames_hidden(function: Callable[P, R]) -> Callable[P, R]:
     """Hide the frames of a public function in the tracebacks of our errors; a call pays for one more Python call."""
 
