@@ -61,6 +61,7 @@ from ejkernel.compat.processes import Span as Span
 from ejkernel.compat.processes import any_span as any_span
 from ejkernel.compat.processes import coordination_store as coordination_store
 from ejkernel.compat.processes import span_of as span_of
+from ejkernel.compat.products import start_product as start_product
 from ejkernel.compat.programs import Answers as Answers
 from ejkernel.compat.programs import absent_device as absent_device
 from ejkernel.compat.programs import is_partitioned as is_partitioned

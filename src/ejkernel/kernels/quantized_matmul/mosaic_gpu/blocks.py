@@ -26,7 +26,7 @@ from .plan import CHUNK, SQUARES, STEP, QuantizedPlan
 
 PIECE = 64  # columns of a sum, all in one block: tiles begin at multiples of it
 _CHUNK_BITS = np.int32(CHUNK.bit_length() - 1)
-_FIRST = 128  # columns of the first of two accumulators
+_FIRST = 128  # columns of the first of two products
 _COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 _Scaled = tuple[list[Any], list[Any]]  # sums, and the factors of the step that follows
 
@@ -44,15 +44,22 @@ class ScaledSums:
 
     @property
     def _widths(self) -> tuple[int, ...]:
-        """Columns of each accumulator: products of the others run while one is added to the sums."""
+        """Columns of each product of a step: the others run while one is added to the sums."""
         return (self.plan.tile_columns,)
 
-    def _start_products(self, accumulator: Any, stage: Any, warpgroup: Any, start: int) -> None:
-        """Start the products of a stage for the columns of an accumulator, from `start` on."""
+    def _start_product(self, stage: Any, warpgroup: Any, columns: tuple[int, int], used: Any) -> Any:
+        """Start a product of a stage; see `Backend.start_product`."""
         raise NotImplementedError
 
     def scaled_sums(
-        self, steps: Any, step: Any, warpgroup: Any, column: Any, meanwhile: Callable[[], None] | None = None
+        self,
+        steps: Any,
+        step: Any,
+        warpgroup: Any,
+        column: Any,
+        *,
+        meanwhile: Callable[[], None] | None = None,
+        used: Any = None,
     ) -> list[Any]:
         """Return the sums of a tile, in pieces of columns.
 
@@ -62,9 +69,10 @@ class ScaledSums:
             warpgroup: This consumer.
             column: The tile's first column.
             meanwhile: Is called while the products of the first step run; the tile has a step then.
+            used: With `meanwhile`: how many of the first step's 128 numbers of a sum may be other than zero.
         """
         shape, count = (self.plan.part_rows, PIECE), self.plan.tile_columns // PIECE
-        starts = [sum(self._widths[:number]) for number in range(len(self._widths))]
+        spans = [(sum(self._widths[:number]), width) for number, width in enumerate(self._widths)]
 
         def stage_of(index: Any) -> Any:
             return wrapped(step + index, self.pipeline.stages)  # products wait for it in every step
@@ -74,37 +82,32 @@ class ScaledSums:
             pl.when(within)(lambda: self.pipeline.consumer_wait(stage_of(index)))
             return self.backend.read_if(within, lambda: self._factors(step, index, warpgroup, column))
 
-        def one(i: Any, carry: _Scaled, meanwhile: Callable[[], None] = lambda: None) -> _Scaled:
+        def one(i: Any, carry: _Scaled, meanwhile: Callable[[], None] = lambda: None, used: Any = None) -> _Scaled:
             (sums, own), stage = carry, stage_of(i)
             wide = [lax.broadcast_in_dim(each, shape, [0]) for each in own]
             # The factors of rows are those of all pieces if each column has its own.
             factors_of = wide * (count // len(wide))
 
-            def products(*accumulators: Any) -> _Scaled:
-                for accumulator, start in zip(accumulators, starts, strict=True):
-                    self._start_products(accumulator, stage, warpgroup, start)
-                meanwhile()
-                following: list[Any] = []
-                totals: list[Any] = []
-                for pending, accumulator in zip(reversed(range(len(starts))), accumulators, strict=True):
-                    found, at = self.backend.read(accumulator, pending=pending), len(totals)
-                    terms = self._terms(found, factors_of[at:], stage, at * PIECE)
-                    if not pending:
-                        self.backend.order_reads()  # of scales, before the arrival
-                        self.pipeline.consumer_release(stage)
-                        following = factors(i + 1)
-                    totals += [total + piece * factor for total, (piece, factor) in zip(sums[at:], terms, strict=False)]
-                return totals, following
-
-            accumulators = [plgpu.ACC((shape[0], width), jnp.float32) for width in self._widths]
-            found: _Scaled = pl.run_scoped(products, *accumulators)
-            return found
+            products = [self._start_product(stage, warpgroup, columns, used) for columns in spans]
+            meanwhile()
+            following: list[Any] = []
+            totals: list[Any] = []
+            for pending, product in zip(reversed(range(len(products))), products, strict=True):
+                self.backend.finish_products(pending=pending)
+                at = len(totals)
+                terms = self._terms(product, factors_of[at:], stage, at * PIECE)
+                if not pending:
+                    self.backend.order_reads()  # of scales, before the arrival
+                    self.pipeline.consumer_release(stage)
+                    following = factors(i + 1)
+                totals += [total + piece * factor for total, (piece, factor) in zip(sums[at:], terms, strict=False)]
+            return totals, following
 
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
         start = [zeros] * count, factors(jnp.int32(0))
         if meanwhile is None:
             return list(lax.fori_loop(0, steps, one, start)[0])
-        return list(lax.fori_loop(1, steps, one, one(jnp.int32(0), start, meanwhile))[0])
+        return list(lax.fori_loop(1, steps, one, one(jnp.int32(0), start, meanwhile, used))[0])
 
     def _terms(self, found: Any, factors: Sequence[Any], stage: Any, start: int) -> list[tuple[Any, Any]]:
         """Return pieces of products, times scales of columns, each with its factor; `start` is the first column."""
@@ -161,9 +164,8 @@ class BlocksKernel(ScaledSums, QuantizedKernel):
         rest = self.plan.tile_columns - _FIRST
         return super()._widths if self.plan.thin or self.plan.parts > 1 or rest <= 0 else (_FIRST, rest)
 
-    def _start_products(self, accumulator: Any, stage: Any, warpgroup: Any, start: int) -> None:
-        matrix = self.memory.rhs.at[stage, 0, pl.ds(start, accumulator.shape[1])]
-        plgpu.wgmma(accumulator, self.lhs_tiles.at[stage, warpgroup], matrix.transpose((1, 0)))
+    def _start_product(self, stage: Any, warpgroup: Any, columns: tuple[int, int], used: Any) -> Any:
+        return self.backend.start_product(self.lhs_tiles, self.memory.rhs, (stage, warpgroup), columns, used)
 
     def _slot(self, step: Any, index: Any) -> Any:
         """Return the slot of the ring with the scales of step `index` of the tile that begins with `step`."""
