@@ -12,9 +12,9 @@ import numpy as np
 _NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 _UNIT = 16  # bytes in which instructions count addresses of shared memory
 _ROW = 128 // _UNIT  # units of a row
-_INSTRUCTION = 32  # columns that an instruction multiplies
-# The upper half of a descriptor of shared memory: a swizzle of 128 bytes, and the units from 8 rows to the next 8. The
-# lower half is the address.
+_INSTRUCTION = 32  # numbers of a row that an instruction takes
+# The upper half of a matrix descriptor: a swizzle of 128 bytes, and the units from 8 rows to the next 8. The lower half
+# is the address.
 _SWIZZLED = 1 << 30 | 8 * _ROW
 
 
@@ -22,14 +22,13 @@ def start_product(left: Any, right: Any, at: tuple[Any, Any], shape: tuple[int, 
     """Start the product of rows of `left` by rows of `right`, of 8-bit floats, in a Mosaic GPU kernel.
 
     The result is valid once no products are pending. JAX's product takes more instructions, one after another, before
-    the tensor core starts.
+    the tensor cores start.
 
     Args:
         left, right: Shared memory, `[..., 128]`, as `_hopper.launch.tiled` returns it.
         at: The first row of either, counted over all axes but the last; a multiple of 8.
         shape: How many rows of either: 64, and a multiple of 8.
-        used: Only so many of a row's numbers may differ from zero; instructions for the others, in 32s, are skipped.
-            `None`: all of them may.
+        used: How many numbers of a row may differ from zero. An instruction for 32 others is skipped. `None`: all 128.
     """
     from jax.experimental.mosaic import gpu
     from jax.experimental.mosaic.gpu import utils
@@ -68,16 +67,16 @@ def start_product(left: Any, right: Any, at: tuple[Any, Any], shape: tuple[int, 
 
 
 def _start(shape: tuple[int, int], dtypes: Sequence[str], *, skips: bool) -> str:
-    """Return PTX that starts a product of 128 columns; its operands are both addresses and, if it skips, `used`."""
+    """Return PTX that starts a product; its operands are both addresses and, if it skips instructions, `used`."""
     count = shape[1] // 2
     sums, kinds = ", ".join(f"${i}" for i in range(count)), ".".join(_NAMES[dtype] for dtype in dtypes)
     multiply = f"wgmma.mma_async.sync.aligned.m{shape[0]}n{shape[1]}k{_INSTRUCTION}.f32.{kinds}"
     lines = [".reg .pred adds, is_used; .reg .b32 x, y; .reg .b64 a, b;", "wgmma.fence.sync.aligned;"]
-    for column in range(0, 128, _INSTRUCTION):
-        lines.append(f"setp.{'eq' if column else 'ne'}.b32 adds, 0, 0;")  # the first one ignores former sums
+    for number in range(0, 128, _INSTRUCTION):
+        lines.append(f"setp.{'eq' if number else 'ne'}.b32 adds, 0, 0;")  # the first one ignores former sums
         for low, descriptor, operand in (("x", "a", count), ("y", "b", count + 1)):
-            lines.append(f"add.s32 {low}, ${operand}, {column // _UNIT}; mov.b64 {descriptor}, {{{low}, {_SWIZZLED}}};")
-        if skips and column:
-            lines.append(f"setp.gt.s32 is_used, ${count + 2}, {column}; @is_used")
+            lines.append(f"add.s32 {low}, ${operand}, {number // _UNIT}; mov.b64 {descriptor}, {{{low}, {_SWIZZLED}}};")
+        if skips and number:
+            lines.append(f"setp.gt.s32 is_used, ${count + 2}, {number}; @is_used")
         lines.append(f"{multiply} {{{sums}}}, a, b, adds, 1, 1;")
     return f"{{ {' '.join(lines)} wgmma.commit_group.sync.aligned; }}"

@@ -43,17 +43,17 @@ class Hopper:
         plgpu.wgmma(accumulator, left, right)
 
     def start_product(
-        self, left: Any, right: Any, at: tuple[Any, Any], columns: tuple[int, int], used: Any = None
+        self, left: Any, right: Any, at: tuple[Any, Any], span: tuple[int, int], used: Any = None
     ) -> jax.Array:
         """Start the product of `left[at]` by rows of `right`, of float8 numbers; it is valid after `finish_products`.
 
         Args:
             left, right: `[stages, parts, 64, 128]` and `[stages, ..., 128]`, in shared memory, as `tiled` returns it.
             at: Stage and part.
-            columns: The first row of `right` in the stage, a multiple of 8, and how many: the product's columns.
-            used: Only so many of the 128 numbers of a row may differ from zero; `None`: all of them.
+            span: The first row of `right` in its stage, a multiple of 8, and how many: the product's columns.
+            used: How many of the 128 numbers of a row may differ from zero; `None`: all of them.
         """
-        (stage, part), (start, width) = at, columns
+        (stage, part), (start, width) = at, span
         rows = (stage * left.shape[1] + part) * left.shape[2], stage * math.prod(right.shape[1:-1]) + start
         started: jax.Array = compat.start_product(left, right, rows, (left.shape[2], width), used)
         return started
@@ -164,10 +164,10 @@ class Interpreter:
         accumulator[...] = accumulator[...] + jnp.dot(left, right, preferred_element_type=jnp.float32)
 
     def start_product(
-        self, left: Any, right: Any, at: tuple[Any, Any], columns: tuple[int, int], used: Any = None
+        self, left: Any, right: Any, at: tuple[Any, Any], span: tuple[int, int], used: Any = None
     ) -> jax.Array:
         """See `Hopper.start_product`."""
-        one, other = left[at], right[at[0]].reshape(-1, right.shape[-1])[columns[0] : sum(columns)]
+        one, other = left[at], right[at[0]].reshape(-1, right.shape[-1])[span[0] : sum(span)]
         plgpu.commit_smem()  # as in `multiply`
         if used is not None:  # an instruction takes 32 numbers
             number = lax.broadcasted_iota(jnp.int32, one.shape, 1)

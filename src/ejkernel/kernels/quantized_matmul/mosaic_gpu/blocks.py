@@ -7,6 +7,7 @@ ahead was much slower in a prototype. The products of a step are scaled as they 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ PIECE = 64  # columns of a sum, all in one block: tiles begin at multiples of it
 _CHUNK_BITS = np.int32(CHUNK.bit_length() - 1)
 _FIRST = 128  # columns of the first of two products
 _COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+_Products = Sequence[Callable[[], Any]]  # each waits for a product, and returns it
 _Scaled = tuple[list[Any], list[Any]]  # sums, and the factors of the step that follows
 
 
@@ -43,11 +45,28 @@ class ScaledSums:
     pipeline: Pipeline
 
     @property
-    def _widths(self) -> tuple[int, ...]:
-        """Columns of each product of a step: the others run while one is added to the sums."""
-        return (self.plan.tile_columns,)
+    def _spans(self) -> list[tuple[int, int]]:
+        """Start and width of the columns of each product: the others run while one is added to the sums."""
+        return [(0, self.plan.tile_columns)]
 
-    def _start_product(self, stage: Any, warpgroup: Any, columns: tuple[int, int], used: Any) -> Any:
+    def _with_products(self, stage: Any, warpgroup: Any, body: Callable[[_Products], Any], used: Any = None) -> Any:
+        """Start the products of a stage, and return the result of `body` on them.
+
+        Args:
+            stage: The stage.
+            warpgroup: This consumer.
+            body: Adds the products to sums.
+            used: See `Backend.start_product`.
+        """
+        products = [self._start_product(stage, warpgroup, span, used) for span in self._spans]
+
+        def finished(number: int) -> Any:
+            self.backend.finish_products(pending=len(products) - 1 - number)
+            return products[number]
+
+        return body([functools.partial(finished, number) for number in range(len(products))])
+
+    def _start_product(self, stage: Any, warpgroup: Any, span: tuple[int, int], used: Any = None) -> Any:
         """Start a product of a stage; see `Backend.start_product`."""
         raise NotImplementedError
 
@@ -69,10 +88,9 @@ class ScaledSums:
             warpgroup: This consumer.
             column: The tile's first column.
             meanwhile: Is called while the products of the first step run; the tile has a step then.
-            used: With `meanwhile`: how many of the first step's 128 numbers of a sum may be other than zero.
+            used: See `Backend.start_product`; for the first step, with `meanwhile`.
         """
         shape, count = (self.plan.part_rows, PIECE), self.plan.tile_columns // PIECE
-        spans = [(sum(self._widths[:number]), width) for number, width in enumerate(self._widths)]
 
         def stage_of(index: Any) -> Any:
             return wrapped(step + index, self.pipeline.stages)  # products wait for it in every step
@@ -88,20 +106,22 @@ class ScaledSums:
             # The factors of rows are those of all pieces if each column has its own.
             factors_of = wide * (count // len(wide))
 
-            products = [self._start_product(stage, warpgroup, columns, used) for columns in spans]
-            meanwhile()
-            following: list[Any] = []
-            totals: list[Any] = []
-            for pending, product in zip(reversed(range(len(products))), products, strict=True):
-                self.backend.finish_products(pending=pending)
-                at = len(totals)
-                terms = self._terms(product, factors_of[at:], stage, at * PIECE)
-                if not pending:
-                    self.backend.order_reads()  # of scales, before the arrival
-                    self.pipeline.consumer_release(stage)
-                    following = factors(i + 1)
-                totals += [total + piece * factor for total, (piece, factor) in zip(sums[at:], terms, strict=False)]
-            return totals, following
+            def add(products: _Products) -> _Scaled:
+                meanwhile()
+                following: list[Any] = []
+                totals: list[Any] = []
+                for number, product in enumerate(products, 1):
+                    found, at = product(), len(totals)
+                    terms = self._terms(found, factors_of[at:], stage, at * PIECE)
+                    if number == len(products):
+                        self.backend.order_reads()  # of scales, before the arrival
+                        self.pipeline.consumer_release(stage)
+                        following = factors(i + 1)
+                    totals += [total + piece * factor for total, (piece, factor) in zip(sums[at:], terms, strict=False)]
+                return totals, following
+
+            scaled: _Scaled = self._with_products(stage, warpgroup, add, used)
+            return scaled
 
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
         start = [zeros] * count, factors(jnp.int32(0))
@@ -160,12 +180,28 @@ class BlocksKernel(ScaledSums, QuantizedKernel):
         super().run([*arrays[:before], *arrays[before + 1 :]], results, memory)
 
     @property
-    def _widths(self) -> tuple[int, ...]:
+    def _spans(self) -> list[tuple[int, int]]:
         rest = self.plan.tile_columns - _FIRST
-        return super()._widths if self.plan.thin or self.plan.parts > 1 or rest <= 0 else (_FIRST, rest)
+        return super()._spans if self.plan.thin or self.plan.parts > 1 or rest <= 0 else [(0, _FIRST), (_FIRST, rest)]
 
-    def _start_product(self, stage: Any, warpgroup: Any, columns: tuple[int, int], used: Any) -> Any:
-        return self.backend.start_product(self.lhs_tiles, self.memory.rhs, (stage, warpgroup), columns, used)
+    def _with_products(self, stage: Any, warpgroup: Any, body: Callable[[_Products], Any], used: Any = None) -> Any:
+        if self.plan.groups > 1:
+            return super()._with_products(stage, warpgroup, body, used)
+
+        # JAX's products: without groups our own took up to 11 % more time on one H200, with groups up to 3 % less.
+        def started(*accumulators: Any) -> Any:
+            for accumulator, (start, width) in zip(accumulators, self._spans, strict=True):
+                matrix = self.memory.rhs.at[stage, 0, pl.ds(start, width)]
+                plgpu.wgmma(accumulator, self.lhs_tiles.at[stage, warpgroup], matrix.transpose((1, 0)))
+            pending = reversed(range(len(accumulators)))
+            reads = zip(accumulators, pending, strict=True)
+            return body([functools.partial(self.backend.read, each, pending=number) for each, number in reads])
+
+        sums = [plgpu.ACC((self.plan.part_rows, width), jnp.float32) for _, width in self._spans]
+        return pl.run_scoped(started, *sums)
+
+    def _start_product(self, stage: Any, warpgroup: Any, span: tuple[int, int], used: Any = None) -> Any:
+        return self.backend.start_product(self.lhs_tiles, self.memory.rhs, (stage, warpgroup), span, used)
 
     def _slot(self, step: Any, index: Any) -> Any:
         """Return the slot of the ring with the scales of step `index` of the tile that begins with `step`."""

@@ -139,5 +139,5 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
             columns = pl.ds(tile.column + i * plan.piece_columns, plan.piece_columns)
             plgpu.copy_smem_to_gmem(out.at[warpgroup, i], self.out.at[tile.group, rows, columns])
 
-    def _start_product(self, stage: Any, warpgroup: Any, columns: tuple[int, int], used: Any) -> Any:
-        return self.backend.start_product(self.lhs_stages, self.rhs_stages, (stage, warpgroup), columns, used)
+    def _start_product(self, stage: Any, warpgroup: Any, span: tuple[int, int], used: Any = None) -> Any:
+        return self.backend.start_product(self.lhs_stages, self.rhs_stages, (stage, warpgroup), span, used)
