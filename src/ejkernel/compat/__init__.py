@@ -9,6 +9,7 @@ from ejkernel.compat import kernels as kernels
 from ejkernel.compat import launches as launches
 from ejkernel.compat import partitioning as partitioning
 from ejkernel.compat import processes as processes
+from ejkernel.compat import products as products
 from ejkernel.compat import programs as programs
 from ejkernel.compat import propagation as propagation
 from ejkernel.compat import settings as settings

@@ -87,7 +87,8 @@ def calls():
     yield "norm", quantized_rms_norm, (jax.ShapeDtypeStruct((M, 7168), "bfloat16"), None, None), {}
     yield "quantising squares", quantize_blocks, (x, groups), {"transposed": True, "square": True}
     yield "gradient of groups", quantized_grouped_wgrad, *gradient(both)
-    yield "gradient of groups, squares", quantized_grouped_wgrad, *gradient(both, square=True)
+    mixed = (both[0], "float8_e5m2")
+    yield "gradient of groups, squares", quantized_grouped_wgrad, *gradient(mixed, square=True)
     yield "groups promoted", quantized_grouped_matmul, *grouped(both)
     yield "groups fast", quantized_grouped_matmul, *grouped(both, accumulation="fast")
     yield "groups of integers", quantized_grouped_matmul, *grouped(integers)

@@ -6,6 +6,7 @@ A kernel has one source. Everything that depends on where it runs is a method of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +41,26 @@ class Hopper:
     def multiply(self, accumulator: Any, left: Any, right: Any) -> None:
         """Start `accumulator += left @ right`; `right` is in shared memory, `left` there or in registers."""
         plgpu.wgmma(accumulator, left, right)
+
+    def start_product(
+        self, left: Any, right: Any, at: tuple[Any, Any], span: tuple[int, int], used: Any = None
+    ) -> jax.Array:
+        """Start the product of `left[at]` by rows of `right`, of float8 numbers; it is valid after `finish_products`.
+
+        Args:
+            left, right: `[stages, parts, 64, 128]` and `[stages, ..., 128]`, in shared memory, as `tiled` returns it.
+            at: Stage and part.
+            span: The first row of `right` in its stage, a multiple of 8, and how many: the product's columns.
+            used: How many of the 128 numbers of a row may differ from zero; `None`: all of them.
+        """
+        (stage, part), (start, width) = at, span
+        rows = (stage * left.shape[1] + part) * left.shape[2], stage * math.prod(right.shape[1:-1]) + start
+        started: jax.Array = compat.start_product(left, right, rows, (left.shape[2], width), used)
+        return started
+
+    def finish_products(self, *, pending: int) -> None:
+        """Wait until at most `pending` products are in flight."""
+        plgpu.wgmma_wait(pending)
 
     def assign(self, tile: Any, value: Any) -> None:
         """Store a matrix in a tile of shared memory."""
@@ -141,6 +162,20 @@ class Interpreter:
         left = left.reshape(-1, left.shape[-1])  # an aliased buffer may have more axes
         plgpu.commit_smem()  # orders these reads before copies into the same buffers
         accumulator[...] = accumulator[...] + jnp.dot(left, right, preferred_element_type=jnp.float32)
+
+    def start_product(
+        self, left: Any, right: Any, at: tuple[Any, Any], span: tuple[int, int], used: Any = None
+    ) -> jax.Array:
+        """See `Hopper.start_product`."""
+        one, other = left[at], right[at[0]].reshape(-1, right.shape[-1])[span[0] : sum(span)]
+        plgpu.commit_smem()  # as in `multiply`
+        if used is not None:  # an instruction takes 32 numbers
+            number = lax.broadcasted_iota(jnp.int32, one.shape, 1)
+            one = jnp.where(number // 32 * 32 < jnp.maximum(used, 1), one, jnp.zeros_like(one))
+        return jnp.dot(one, other.T, preferred_element_type=jnp.float32)
+
+    def finish_products(self, *, pending: int) -> None:
+        """See `Hopper.finish_products`."""
 
     def assign(self, tile: Any, value: Any) -> None:
         """See `Hopper.assign`; an aliased buffer may have more axes."""

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ejkernel.kernels import _hopper as hopper
 from ejkernel.kernels._varying import one_by_one
-from ejkernel.kernels.grouped_matmul.common import Groups, row_spans
+from ejkernel.kernels.grouped_matmul.common import Groups, clipped_sizes, row_spans, taken_apart
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.launch import table_of
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.plan import WgradParams
 from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedWgradCall
@@ -114,8 +115,7 @@ def weights_gradient(
         from .wgrad import sum_products  # Mosaic GPU is not available in every environment
 
         plan = quantized_wgrad_plan(call, params)
-        spans = row_spans(whole_blocks(groups, call.rows), call.rows, call.groups)
-        table = table_of(*spans, largest_first=params.largest_first)
+        table = table_of(*_spans(call, groups), largest_first=params.largest_first)
         with jax.enable_x64(False):  # the kernel counts in int32
             # Our quantising kernel stores scales in this order, so the transposes cancel.
             scales = [in_chunks(scale.T) for scale in (lhs_scale, rhs_scale)]
@@ -123,3 +123,13 @@ def weights_gradient(
 
     found: jax.Array = one_by_one(compute, *arrays)
     return found
+
+
+def _spans(call: QuantizedGroupedWgradCall, groups: Groups) -> tuple[jax.Array, jax.Array]:
+    """Return the starts and ends of the groups' rows; a group starts with a block."""
+    starts, ends = row_spans(whole_blocks(groups, call.rows), call.rows, call.groups)
+    sizes, first = taken_apart(groups)
+    own = clipped_sizes(sizes, call.rows)
+    if first is not None:  # groups without a size have no blocks
+        own = own[jnp.clip(first + jnp.arange(call.groups), 0, len(own) - 1)]
+    return starts, jnp.minimum(starts + own, ends)

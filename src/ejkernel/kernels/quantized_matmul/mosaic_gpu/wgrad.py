@@ -4,7 +4,8 @@
 Both operands lie along the rows of the groups, as Hopper's tensor cores read 8-bit numbers. A step is a block, which
 belongs to one group and is filled with zeros: no rows of other groups are read. Scales arrive with their operands.
 
-A tile is stored while the first products of the next one run. An empty group's tiles therefore have a step, too; its
+A tile begins with the last block of its group. Instructions for 32 rows are skipped where the block has no rows of the
+group. The tile before is stored while these products run. Tiles of an empty group therefore have a step, too; its
 products do not count.
 """
 
@@ -73,6 +74,7 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
 
     def _copy_step(self, tile: WgradTile, index: Any, step: Any) -> Any:
         plan, memory = self.plan, self.memory
+        index = jnp.where(index == 0, tile.steps, index) - 1  # the last block comes first
         rows = pl.ds(tile.start + index * STEP, STEP)
         stage = self.pipeline.producer_acquire(step)
         full = self.pipeline.full.at[stage]
@@ -102,7 +104,8 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
         def compute(tile: WgradTile, carry: Any) -> Any:
             step, *before = carry
             self.first_square = lax.rem(lax.div(tile.column, STEP), CHUNK)
-            sums = self.scaled_sums(tile.steps, step, warpgroup, tile.column, lambda: store(*before))
+            first = {"meanwhile": lambda: store(*before), "used": tile.end - (tile.steps - 1) * STEP}
+            sums = self.scaled_sums(tile.steps, step, warpgroup, tile.column, **first)
             sums = lax.cond(tile.end > 0, lambda: sums, zeros)
             return step + tile.steps, sums, tile
 
@@ -136,5 +139,5 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
             columns = pl.ds(tile.column + i * plan.piece_columns, plan.piece_columns)
             plgpu.copy_smem_to_gmem(out.at[warpgroup, i], self.out.at[tile.group, rows, columns])
 
-    def _start_products(self, accumulator: Any, stage: Any, warpgroup: Any, start: int) -> None:
-        plgpu.wgmma(accumulator, self.lhs_stages.at[stage, warpgroup], self.rhs_stages.at[stage].transpose((1, 0)))
+    def _start_product(self, stage: Any, warpgroup: Any, span: tuple[int, int], used: Any = None) -> Any:
+        return self.backend.start_product(self.lhs_stages, self.rhs_stages, (stage, warpgroup), span, used)
