@@ -33,12 +33,17 @@ def batch_of(query: Any, key: Any, value: Any, dropout_rate: Any) -> Merging:
             got = tuple(x.shape) if is_array(x) else type(x).__name__
             raise ArgumentError(f"{name} must have query's batch axes, {batch}, and three more; got {got}.")
     found = Merging.of(query, count)
-    if found.is_reordered and not (is_number(dropout_rate) and dropout_rate == 0):
+    if found.is_reordered:
+        _check_no_dropout(dropout_rate)
+    return found
+
+
+def _check_no_dropout(rate: Any) -> None:
+    if not is_number(rate) or rate:
         raise ArgumentError(
             "dropout_rate must be 0 where batch axes after the first are sharded over explicit mesh axes, got "
-            f"{dropout_rate!r}; use jax.sharding.reshard to shard only the first."
+            f"{rate!r}; use jax.sharding.reshard to shard only the first."
         )
-    return found
 
 
 def fold(name: str, x: Any, batch: Merging) -> Any:
