@@ -34,6 +34,8 @@ def check_pages(kv_pages: Any) -> None:
             f"kv_pages must be an array {PAGES}, keys first, or {KEYS_ONLY} if values are part of the keys; got "
             f"{type_text(kv_pages)}. For separate caches of keys and values, pass jnp.stack([keys, values], axis=-2)."
         )
+    if 0 in (kv_pages.shape[1], kv_pages.shape[4]):
+        raise ArgumentError(f"kv_pages must have a page_size and a head_dim of at least 1; got {type_text(kv_pages)}.")
     if str(kv_pages.dtype) not in (*DTYPES, *QUANTISED):
         raise ArgumentError(f"kv_pages must be one of {', '.join((*DTYPES, *QUANTISED))}; got {kv_pages.dtype}.")
 
