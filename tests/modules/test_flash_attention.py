@@ -210,6 +210,7 @@ QUERY, KEY, VALUE = make_qkv()
             {"key": KEY[:, :0]},
             r"key must be \[\*batch, length, heads, head_dim\] with any batch axes, none of them empty",
         ),
+        ({"query": QUERY[:, :, :2], "key": KEY[:, :0], "causal": True}, r"any batch axes, none of them empty"),
         ({"key": KEY.astype("bfloat16")}, "key must have query's dtype, float32; got bfloat16"),
         ({"query": QUERY.astype(int)}, "query's dtype must be one of bfloat16, float16, float32, float64; got int"),
         ({"key": KEY[:1]}, "key must have query's batch and head_dim, 2 and 8"),

@@ -291,6 +291,11 @@ def test_the_call_of_other_libraries_takes_numpy_arrays_inside_jit():
         ({"q": jnp.ones((4, 3, 8))}, "q must have a multiple of the cache's heads, got 3 and 2"),
         ({"q": jnp.ones((4, 4, 16))}, "kv_pages must have q's head_dim, 16"),
         ({"kv_pages": jnp.ones((9, 4, 2, 8))}, r"kv_pages must be an array .* jnp.stack\(\[keys, values\], axis=-2\)"),
+        (
+            {"kv_pages": jnp.ones((9, 0, 2, 2, 8))},
+            r"kv_pages must have a page_size .* of at least 1; got float32\[9, 0",
+        ),
+        ({"q": jnp.ones((4, 4, 0)), "kv_pages": jnp.ones((9, 4, 2, 2, 0))}, "and a head_dim of at least 1"),
         ({"kv_pages": jnp.ones((9, 4, 2, 2, 8), "bfloat16")}, "kv_pages must have q's dtype, float32, or be int8"),
         ({"kv_lengths": jnp.ones(6)}, r"kv_lengths must be an integer array \[sequences\]; got float32\[6\]"),
         ({"query_offsets": jnp.arange(6)}, r"query_offsets must be \[sequences \+ 1\] = \(7,\)"),

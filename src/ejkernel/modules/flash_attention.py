@@ -271,7 +271,7 @@ def flash_attention(
         arguments.warn_of_mistakes(query, key, causal=causal is True)
     run = _bucketed_flash_attention if canonical_flag("bucket_lengths", bucket_lengths) else _flash_attention
     # Arguments that are not arrays pass here as if they had four axes; the operation then raises a clear error.
-    batch = None if getattr(query, "ndim", 4) == 4 else batches.batch_of(query, key, value)
+    batch = None if getattr(query, "ndim", 4) == 4 else batches.batch_of(query, key, value, dropout_rate)
     if batch is not None:
         lengths = {"query_lengths": query_lengths, "key_lengths": key_lengths}
         query, key, value, query_lengths, key_lengths = (
@@ -307,4 +307,4 @@ def flash_attention(
         cfg=cfg,
         **more,
     )
-    return found if batch is None else jax.tree.map(lambda x: batches.unfold(x, batch), found)
+    return found if batch is None else jax.tree.map(batch.separate, found)

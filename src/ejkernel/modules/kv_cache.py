@@ -73,6 +73,7 @@ def append_to_pages(
         arguments.canonical_scales(name, python_numbers(scale, Takes.NUMBERS), kv_pages.shape[2])
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
     )
+    arguments.check_shards(kv_pages, k, v, k_scale=scales[0], v_scale=scales[1])
     batch = tuple(map(int32, (page_table, query_offsets, kv_lengths)))
     found: jax.Array = cache.append(kv_pages, (k, v), batch, scales)
     return found
@@ -96,6 +97,7 @@ def copy_pages(kv_pages: Pages, sources: Int[Array, " copies"], targets: Int[Arr
     """
     arguments.check_pages(kv_pages)
     arguments.check_copies(sources, targets)
+    arguments.check_whole_pages(kv_pages)
     found: jax.Array = cache.copy(kv_pages, int32(sources), int32(targets))
     return found
 

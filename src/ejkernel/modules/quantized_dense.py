@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ejkernel import compat
+from ejkernel.kernels._merging import Merging
 from ejkernel.kernels._options import check_values, type_text
 from ejkernel.kernels.grouped_matmul._arguments import check_sizes
 from ejkernel.kernels.quantized_matmul.operation import OUTPUTS
@@ -248,8 +248,9 @@ def _of_floats(name: str, array: Any) -> jax.Array:
     return found
 
 
-def _rows(x: jax.Array) -> jax.Array:
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 is undefined for an empty array
+def _merging(x: Any) -> Merging:
+    """Return how the leading axes of `x`, and so of its product, become rows."""
+    return Merging.of(x, len(x.shape) - 1)
 
 
 def _once(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -293,8 +294,9 @@ def _dense_forward(recipe: _Recipe, x: jax.Array, w: jax.Array) -> tuple[jax.Arr
 def _dense_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = residuals
     dx = recipe.product(quantize(dout, dtype=recipe.gradient_dtype), quantize(w, dtype=recipe.dtype), x.dtype)
-    columns = quantize(_rows(x).T, dtype=recipe.dtype)
-    gradients = quantize(_rows(dout).T, dtype=recipe.gradient_dtype)
+    rows = _merging(x)
+    columns = quantize(rows.merge("x", x).T, dtype=recipe.dtype)
+    gradients = quantize(rows.merge("the gradient", dout).T, dtype=recipe.gradient_dtype)
     return _Type.of(x).of_gradient(dx), _Type.of(w).of_gradient(recipe.product(columns, gradients, w.dtype))
 
 
@@ -333,16 +335,18 @@ def _blocked(recipe: _Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
 
 @_once
 def _blocked_forward(recipe: _Recipe, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
-    (rows, columns), squares = quantize_both(_rows(x), dtype=recipe.dtype), _squares(recipe, w)
-    out = recipe.product(rows, squares, x.dtype).reshape(*x.shape[:-1], w.shape[1])
+    merging = _merging(x)
+    (rows, columns), squares = quantize_both(merging.merge("x", x), dtype=recipe.dtype), _squares(recipe, w)
+    out = merging.separate(recipe.product(rows, squares, x.dtype))
     return out, (columns, squares, _Type.of(x), _Type.of(w))
 
 
 @_once
 def _blocked_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array]:
     columns, squares, x, w = residuals
-    rows, gradients = quantize_both(_rows(dout), dtype=recipe.gradient_dtype, square=True)
-    dx = recipe.product(rows, _turned_squares(squares), x.dtype).reshape(*dout.shape[:-1], columns.shape[0])
+    merging = _merging(x.aval)
+    rows, gradients = quantize_both(merging.merge("the gradient", dout), dtype=recipe.gradient_dtype, square=True)
+    dx = merging.separate(recipe.product(rows, _turned_squares(squares), x.dtype))
     return x.of_gradient(dx), w.of_gradient(recipe.product(columns, gradients, w.dtype))
 
 
@@ -395,7 +399,7 @@ def _delayed_forward(
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     x8, w8 = _by_history(x, scaling.x, recipe.dtype), _by_history(w, scaling.w, recipe.dtype)
     following = DelayedScaling(_added(scaling.x, x), _added(scaling.w, w), scaling.gradient)
-    return recipe.product(x8, _turned(w8), x.dtype), (x8, w8, following, (_Type.of(x), _Type.of(w)))
+    return recipe.product(x8, _turned(w8, _merging(w)), x.dtype), (x8, w8, following, (_Type.of(x), _Type.of(w)))
 
 
 @_once
@@ -403,7 +407,8 @@ def _delayed_backward(recipe: _Recipe, residuals: tuple[Any, ...], dout: jax.Arr
     x8, w8, following, (x, w) = residuals
     gradient = _by_history(dout, following.gradient, recipe.gradient_dtype)
     dx = recipe.product(gradient, w8, x.dtype)
-    dw = recipe.product(_turned(x8), _turned(gradient), w.dtype)
+    merging = _merging(x.aval)
+    dw = recipe.product(_turned(x8, merging), _turned(gradient, merging), w.dtype)
     return (
         x.of_gradient(dx),
         w.of_gradient(dw),
@@ -414,9 +419,9 @@ def _delayed_backward(recipe: _Recipe, residuals: tuple[Any, ...], dout: jax.Arr
 _delayed.defvjp(_once(_delayed_forward), _delayed_backward)
 
 
-def _turned(array: Quantized) -> Quantized:
+def _turned(array: Quantized, merging: Merging) -> Quantized:
     """Return the transpose of a matrix, or of rows with their leading axes as one, with one scale."""
-    return Quantized(_rows(array.values).T, array.scale.reshape(1, 1), (None, None))
+    return Quantized(merging.merge("x", array.values).T, array.scale.reshape(1, 1), (None, None))
 
 
 def _largest(x: jax.Array, history: jax.Array) -> jax.Array:

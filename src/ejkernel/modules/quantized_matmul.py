@@ -11,11 +11,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from ejkernel.kernels._hopper import DTYPES as _NARROW
+from ejkernel.kernels._merging import Merging
 from ejkernel.kernels._numbers import is_integer
 from ejkernel.kernels._options import canonical_flag, type_text
 from ejkernel.kernels.quantized_matmul.operation import QuantizedMatmul as QuantizedMatmul
 from ejkernel.kernels.quantized_matmul.operation import QuantizedMatmulConfig as QuantizedMatmulConfig
-from ejkernel.kernels.quantized_matmul.operation import flat, flat_block
+from ejkernel.kernels.quantized_matmul.operation import flat_block
 from ejkernel.kernels.quantized_matmul.operation import quantized_matmul as _quantized_matmul
 from ejkernel.kernels.quantized_matmul.quantized import (
     LARGEST,
@@ -313,8 +314,12 @@ def _of_groups(x: Any, w: Any, gate: Any, options: dict[str, Any]) -> Any:
     _quantized_matmul.prepare(  # its messages have the names of arguments here
         *(values, matrix, scale, w_scale), x_block=block, w_block=w_block, transpose_w=options["transpose_rhs"]
     )
-    options["row_scale"] = _checked_row_scale(options["row_scale"], values)
-    rows = flat(values) if block is None else Quantized(flat(values), flat(scale), flat_block(block))
+    merging = Merging.of(values, len(values.shape) - 1)
+    options["row_scale"] = _checked_row_scale(options["row_scale"], values, merging)
+    rows = merging.merge("x", values)
+    if block is not None:
+        own = merging if scale.shape[:-1] == merging.sizes else Merging.of(scale, len(scale.shape) - 1)
+        rows = Quantized(rows, own.merge("x_scale", scale), flat_block(block))
     group = _one_group(matrix, w_scale, w_block)
     if gate is not None:
         other, *more = quantized_operand("gate", gate)
@@ -326,12 +331,12 @@ def _of_groups(x: Any, w: Any, gate: Any, options: dict[str, Any]) -> Any:
     sizes = jnp.full((1,), rows.shape[0], jnp.int32)
     found = grouped_matmul(rows, group, sizes, gate=gate, **options)
     if not isinstance(found, Quantized):
-        return _with_rows(found, values.shape)
+        return merging.separate(found)
     block = (1,) * (len(values.shape) - 1) + found.block[1:]
-    return Quantized(_with_rows(found.values, values.shape), _with_rows(found.scale, values.shape), block)
+    return Quantized(merging.separate(found.values), merging.separate(found.scale), block)
 
 
-def _checked_row_scale(row_scale: Any, x: Any) -> Any:
+def _checked_row_scale(row_scale: Any, x: Any, merging: Merging) -> Any:
     """Return the factors of rows as a vector."""
     if row_scale is None:
         return None
@@ -340,12 +345,7 @@ def _checked_row_scale(row_scale: Any, x: Any) -> Any:
         raise ArgumentError(
             f"row_scale must be an array of shape {shape}, that of x's rows; got {type_text(row_scale)}."
         )
-    return row_scale.reshape(-1)
-
-
-def _with_rows(array: Any, shape: Sequence[int]) -> Any:
-    """Return a matrix with the leading axes of a shape."""
-    return array.reshape(*shape[:-1], array.shape[-1])
+    return merging.merge("row_scale", row_scale)
 
 
 def _one_group(matrix: Any, scale: Any, block: Block | None) -> Any:

@@ -43,7 +43,7 @@ def warn_of_mistakes(query: Any, key: Any, *, causal: bool) -> None:
             "jnp.swapaxes(x, -3, -2). If this is intended, ignore ArgumentWarning.",
             ArgumentWarning,
         )
-    elif causal and queries > keys:
+    elif causal and queries > keys > 0:  # without keys the call is an error
         first = f"the first {queries - keys} queries see no key, and their outputs are 0"
         if queries - keys == 1:
             first = "the first query sees no key, and its output is 0"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +10,19 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from ejkernel.kernels._merging import Merging
+from ejkernel.kernels._numbers import is_number
 from ejkernel.kernels._varying import all_varying
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.signature import is_array
 
 
-def batch_of(query: Any, key: Any, value: Any) -> tuple[int, ...]:
-    """Return the sizes of the batch axes.
+def batch_of(query: Any, key: Any, value: Any, dropout_rate: Any) -> Merging:
+    """Return how the batch axes become one.
 
     Raises:
-        ArgumentError: The batch axes of query, key and value differ.
+        ArgumentError: The batch axes of query, key and value differ, or the examples that dropout counts would depend
+            on their sharding.
     """
     count = len(query.shape) - 3
     if count < 0:
@@ -30,52 +32,59 @@ def batch_of(query: Any, key: Any, value: Any) -> tuple[int, ...]:
         if not is_array(x) or len(x.shape) != count + 3 or tuple(x.shape[:count]) != batch:
             got = tuple(x.shape) if is_array(x) else type(x).__name__
             raise ArgumentError(f"{name} must have query's batch axes, {batch}, and three more; got {got}.")
-    return batch
+    found = Merging.of(query, count)
+    if found.is_reordered:
+        _check_no_dropout(dropout_rate)
+    return found
 
 
-def fold(name: str, x: Any, batch: tuple[int, ...]) -> Any:
+def _check_no_dropout(rate: Any) -> None:
+    if not is_number(rate) or rate:
+        raise ArgumentError(
+            "dropout_rate must be 0 where batch axes after the first are sharded over explicit mesh axes, got "
+            f"{rate!r}; use jax.sharding.reshard to shard only the first."
+        )
+
+
+def fold(name: str, x: Any, batch: Merging) -> Any:
     """Return an array with its batch axes folded into one; `None` and other values are returned unchanged."""
     if not is_array(x):
         return x
-    if tuple(x.shape[: len(batch)]) != batch:
-        raise ArgumentError(f"{name} must begin with query's batch axes, {batch}; got shape {tuple(x.shape)}.")
-    return jnp.reshape(x, (math.prod(batch), *x.shape[len(batch) :]))
+    if tuple(x.shape[: len(batch.sizes)]) != batch.sizes:
+        raise ArgumentError(f"{name} must begin with query's batch axes, {batch.sizes}; got shape {tuple(x.shape)}.")
+    return batch.merge(name, x)
 
 
-def fold_broadcast(name: str, x: Any, batch: tuple[int, ...]) -> Any:
+def fold_broadcast(name: str, x: Any, batch: Merging) -> Any:
     """Return an array that broadcasts to `[*batch, heads, queries, keys]`, folded to four axes."""
     if not is_array(x):
         return x
-    shape = (1,) * (len(batch) + 3 - len(x.shape)) + tuple(x.shape)
-    own, rest = shape[: len(batch)], shape[len(batch) :]
-    if len(rest) != 3 or any(n not in (1, m) for n, m in zip(own, batch, strict=True)):
+    sizes = batch.sizes
+    shape = (1,) * (len(sizes) + 3 - len(x.shape)) + tuple(x.shape)
+    own, rest = shape[: len(sizes)], shape[len(sizes) :]
+    if len(rest) != 3 or any(n not in (1, m) for n, m in zip(own, sizes, strict=True)):
         raise ArgumentError(
-            f"{name} must be broadcastable to [*batch, heads, queries, keys], where the batch is {batch}; got shape "
+            f"{name} must be broadcastable to [*batch, heads, queries, keys], where the batch is {sizes}; got shape "
             f"{tuple(x.shape)}."
         )
     x = jnp.reshape(x, shape)
-    if own == (1,) * len(batch):
+    if own == (1,) * len(sizes):
         return jnp.reshape(x, (1, *rest))
-    return jnp.reshape(jnp.broadcast_to(x, (*batch, *rest)), (math.prod(batch), *rest))
+    return batch.merge(name, jnp.broadcast_to(x, (*sizes, *rest)))
 
 
-def fold_mask(mask: Any, batch: tuple[int, ...]) -> Any:
+def fold_mask(mask: Any, batch: Merging) -> Any:
     """Return an attention mask, `[*batch, keys]` or broadcastable, folded to two or four axes."""
-    if is_array(mask) and len(mask.shape) == len(batch) + 1:
+    if is_array(mask) and len(mask.shape) == len(batch.sizes) + 1:
         return fold("attention_mask", mask, batch)
     return fold_broadcast("attention_mask", mask, batch)
 
 
-def fold_segments(segments: Any, batch: tuple[int, ...]) -> Any:
+def fold_segments(segments: Any, batch: Merging) -> Any:
     """Return segment ids, one array or a pair, with their batch axes folded into one."""
     if isinstance(segments, tuple | list):
         return tuple(fold("segment_ids", x, batch) for x in segments)
     return fold("segment_ids", segments, batch)
-
-
-def unfold(x: Any, batch: tuple[int, ...]) -> Any:
-    """Return a result with the original batch axes."""
-    return jnp.reshape(x, (*batch, *x.shape[1:]))
 
 
 def fold_examples(

@@ -84,8 +84,13 @@ def _reordered(tree: Tree, order: Sequence[int], axis: int) -> Tree:
                 f"axis {axis} of each array must be divisible by 2 * devices = {len(order)}, got shape "
                 f"{tuple(x.shape)}; pad the sequence."
             )
-        pieces = x.reshape(*x.shape[:at], len(order), length // len(order), *x.shape[at + 1 :])
-        return pieces.take(np.asarray(order), axis=at).reshape(x.shape)
+        shape = (*x.shape[:at], len(order), length // len(order), *x.shape[at + 1 :])
+        if isinstance(x, np.ndarray):
+            return x.reshape(shape).take(np.asarray(order), axis=at).reshape(x.shape)
+        pieces = x.reshape(shape)
+        # over explicit mesh axes JAX must be told that the result has the sharding of the pieces
+        where = None if compat.explicit_mesh([jax.typeof(pieces)]) is None else jax.typeof(pieces).sharding
+        return pieces.at[(*[slice(None)] * at, np.asarray(order))].get(out_sharding=where).reshape(x.shape)
 
     found: Tree = jax.tree.map(reordered, tree)
     return found

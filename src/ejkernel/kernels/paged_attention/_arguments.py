@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels import _merging
 from ejkernel.kernels._numbers import is_integer, is_number
 from ejkernel.kernels._options import positive, type_text
 from ejkernel.ops.errors import ArgumentError, ArgumentWarning
@@ -32,6 +34,8 @@ def check_pages(kv_pages: Any) -> None:
             f"kv_pages must be an array {PAGES}, keys first, or {KEYS_ONLY} if values are part of the keys; got "
             f"{type_text(kv_pages)}. For separate caches of keys and values, pass jnp.stack([keys, values], axis=-2)."
         )
+    if 0 in (kv_pages.shape[1], kv_pages.shape[4]):
+        raise ArgumentError(f"kv_pages must have a page_size and a head_dim of at least 1; got {type_text(kv_pages)}.")
     if str(kv_pages.dtype) not in (*DTYPES, *QUANTISED):
         raise ArgumentError(f"kv_pages must be one of {', '.join((*DTYPES, *QUANTISED))}; got {kv_pages.dtype}.")
 
@@ -132,6 +136,43 @@ def _check_integers(name: str, array: Any, axes: str) -> None:
     rank = axes.count(",") + 1
     if not is_array(array) or not jnp.issubdtype(array.dtype, jnp.integer) or len(array.shape) != rank:
         raise ArgumentError(f"{name} must be an integer array {axes}; got {type_text(array)}.")
+    _check_axes(name, array, [()] * rank)
+
+
+def check_shards(kv_pages: Any, k: Any, v: Any, **scales: Any) -> None:
+    """Raise an `ArgumentError` unless new tokens can be written where explicit mesh axes hold the cache's shards."""
+    cache = _axes(kv_pages)
+    _check_axes("kv_pages", kv_pages, [(), (), *cache[2:]])
+    _check_axes("k", k, [(), cache[2], cache[4]])
+    if v is not None:
+        _check_axes("v", v, [(), cache[2], cache[4]])
+        if _axes(v) != _axes(k):
+            raise ArgumentError(f"v must be sharded like k, {_spec(k)}; got {_spec(v)}. Use jax.sharding.reshard.")
+    for name, scale in scales.items():
+        _check_axes(name, scale, [cache[2]])
+
+
+def check_whole_pages(kv_pages: Any) -> None:
+    """Raise an `ArgumentError` if explicit mesh axes shard the pages of a cache."""
+    _check_axes("kv_pages", kv_pages, [(), *_axes(kv_pages)[1:]])
+
+
+def _check_axes(name: str, array: Any, allowed: Sequence[tuple[str, ...]]) -> None:
+    """Raise an `ArgumentError` if an axis is sharded over explicit mesh axes otherwise than over the allowed ones."""
+    for axis, (own, wanted) in enumerate(zip(_axes(array), allowed, strict=False)):
+        if own not in ((), wanted):
+            fix = f"sharded over {', '.join(wanted)} like kv_pages, or whole" if wanted else "whole on every device"
+            raise ArgumentError(
+                f"axis {axis} of {name} must be {fix}; got the sharding {_spec(array)}. Use jax.sharding.reshard."
+            )
+
+
+def _axes(array: Any) -> tuple[tuple[str, ...], ...]:
+    return _merging.explicit_axes(array, least=2)
+
+
+def _spec(array: Any) -> Any:
+    return jax.sharding.PartitionSpec(*(axes or None for axes in _axes(array)))
 
 
 def check_count(name: str, value: Any) -> None:

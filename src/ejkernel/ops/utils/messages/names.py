@@ -119,6 +119,9 @@ def names_checked(aliases: Mapping[str, str]) -> Callable[[Callable[P, R]], Call
                     if found is None:  # the function itself raised the error
                         raise
                     raise found from None
+                except Exception as error:
+                    raise_if_of_shardings(called, error)
+                    raise
             except EjkernelError as error:
                 hide_frames(error)
                 raise  # without a name: `raise error` would add this frame again
@@ -126,6 +129,22 @@ def names_checked(aliases: Mapping[str, str]) -> Callable[[Callable[P, R]], Call
         return checked
 
     return decorate
+
+
+def raise_if_of_shardings(called: str, error: Exception) -> None:
+    """Raise if JAX rejected the shardings of a call's arrays over explicit mesh axes.
+
+    Raises:
+        ArgumentError: JAX did.
+    """
+    from ejkernel import compat  # imports JAX, which commands start without
+
+    if isinstance(error, compat.ShardingTypeError):
+        why = str(error).partition(". ")[0].rstrip(".")
+        raise ArgumentError(
+            f"{called}: JAX rejects the shardings of these arrays over explicit mesh axes ({why}); use "
+            "jax.sharding.reshard to shard the arrays alike first, or to replicate an axis."
+        ) from error
 
 
 def hide_frames(error: Exception) -> None:
