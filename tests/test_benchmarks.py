@@ -9,7 +9,7 @@ import re
 
 import numpy as np
 import pytest
-from benchmarks import attention_choice, attention_drawn, attention_near, gpu_run, grouped_bounds, memory_others_tpu
+from benchmarks import attention_choice, attention_drawn, attention_near, gpu_run, grouped_bounds
 from benchmarks.apart import AnsweringProcess, run_apart
 from benchmarks.attention_cases import case_named, words_of
 from benchmarks.gpu_run import Step
@@ -17,7 +17,6 @@ from benchmarks.grouped_bounds import Rates, bound, tile_rows
 from benchmarks.grouped_matmul import Shape
 
 from ejkernel import compat
-from ejkernel.kernels._vector_memory import spilled_registers
 from ejkernel.kernels.flash_attention.operation import flash_attention as operation
 from ejkernel.ops.autotuner.compile.targets import Target
 
@@ -197,31 +196,3 @@ def test_a_draw_is_tuned_from_the_heuristic_by_different_changes():
         assert operation.heuristic_cfg(inv).fwd == forward.params
         assert operation.heuristic_cfg(of_gradient).bwd == gradient.params
     assert len({one.params.form for one in entries if one.contender == "mosaic_gpu" and one.direction == "bwd"}) == 2
-
-
-# --- memory_others_tpu: the committed results are of its draws, and its list of the table of registers ---
-
-
-@pytest.mark.parametrize("name", ["memory_others_tpu", "memory_others_tpu_space"])
-def test_the_results_are_of_calls_that_the_seed_draws(name):
-    file = json.loads((gpu_run.ROOT / f"benchmarks/results/{name}.json").read_text())
-    for index, result in enumerate(file["results"][:20]):
-        case = json.loads(json.dumps(memory_others_tpu.drawn(file["seed"], index)))
-        assert {key: case[key] for key in ("chip", "kind", "sizes")} == {
-            key: result[key] for key in ("chip", "kind", "sizes")
-        }
-
-
-def test_registers_of_a_listed_kernel_are_those_of_the_table():
-    case = memory_others_tpu._alone("v5e", "bfloat16", 8, 4, 32, 512)
-    tables = {}
-    memory_others_tpu.add_registers(tables, case | {"used": [10_895_360]})
-    ((form, row),) = tables.items()
-    assert row == {"32": {"512": 996}}
-    assert spilled_registers()[form]["32"]["512"] == 996
-
-
-def test_tiles_drawn_for_the_fit_fit_in_memory():
-    case = memory_others_tpu.drawn(231, 10)
-    implementation, call = memory_others_tpu.described(case)
-    assert implementation.doubt(call, memory_others_tpu._params_of(case)) is None

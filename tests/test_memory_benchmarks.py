@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks of vector memory on TPUs: the tables and weights in the package are those of the committed figures."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+from benchmarks import memory_attention_tpu, memory_others_tpu, memory_tpu_fit
+from benchmarks.drawn_tpu import ratios
+
+from ejkernel.kernels._vector_memory import compiled, spilled_registers, spilled_registers_of_tiles
+
+DRAWN = {
+    "memory_attention_tpu": memory_attention_tpu,
+    "memory_attention_tpu_space": memory_attention_tpu,
+    "memory_others_tpu": memory_others_tpu,
+    "memory_others_tpu_space": memory_others_tpu,
+}
+
+
+@functools.cache
+def drawn_file(name):
+    return json.loads((memory_tpu_fit._RESULTS / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_the_results_are_of_calls_that_the_seed_draws(name):
+    file = drawn_file(name)
+    for index, result in enumerate(file["results"][:10]):
+        case = json.loads(json.dumps(DRAWN[name].drawn(file["seed"], index)))
+        assert {key: case[key] for key in case if key not in ("estimated", "least", "in table", "params")}.items() <= (
+            result.items()
+        )
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_no_estimate_is_below_the_figure_of_a_drawn_kernel(name):
+    for result in drawn_file(name)["results"]:
+        today = result | DRAWN[name].estimated(result)
+        assert all(ratio >= 1 for ratio in ratios(today, with_kept=True)), result
+
+
+def test_a_ratio_is_of_the_figure_alone_or_with_the_missing_windows():
+    result = {"estimated": [120, 50], "used": [100, 50], "kept": [20, 0]}
+    assert ratios(result) == [1.2, 1.0]
+    assert ratios(result, with_kept=True) == [1.0, 1.0]
+    assert ratios({"estimated": [120], "error": "no memory"}) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", memory_tpu_fit._WEIGHTS)
+def test_the_weights_are_those_of_the_committed_figures_and_no_estimate_is_below_one(name):
+    found = memory_tpu_fit.fits(memory_tpu_fit.kernels()[name])
+    weights = {kind: fit.weights for kind, fit in found.items()}
+    assert (memory_tpu_fit._SOURCES / memory_tpu_fit._WEIGHTS[name]).read_text() == memory_tpu_fit.written_weights(
+        weights
+    )
+    for fit in found.values():
+        assert all(memory_tpu_fit.estimate(one, fit.weights) >= one.used for one in fit.kernels)
+
+
+def test_the_table_of_forms_is_that_of_the_listed_calls():
+    assert memory_tpu_fit.bytes_of_forms() == compiled()
+
+
+def test_the_table_of_tiles_has_all_listed_products():
+    found = {}
+    for case in memory_others_tpu._listed():
+        if case["kind"] != "tpu_ragged":
+            memory_others_tpu.add_registers({"tiles": found}, case | {"used": [0]})
+    assert {form: row.keys() for form, row in found.items()} == {
+        form: row.keys() for form, row in spilled_registers_of_tiles().items()
+    }
+    assert all(
+        isinstance(count, int)
+        for rows in spilled_registers_of_tiles().values()
+        for row in rows.values()
+        for count in row
+    )
+
+
+def test_registers_of_a_listed_kernel_are_those_of_the_table():
+    case = memory_others_tpu._alone("v5e", "bfloat16", 8, 4, 32, 512)
+    tables = {"registers": {}}
+    memory_others_tpu.add_registers(tables, case | {"used": [10_895_360]})
+    ((form, row),) = tables["registers"].items()
+    assert row == {"32": {"512": 996}}
+    assert spilled_registers()[form]["32"]["512"] == 996
