@@ -5,17 +5,18 @@ Kernels of one form take the same vector memory for intermediate values. The tab
 listed attention calls, the highest if several kernels of a form were compiled. `--add` adds the registers that kernels
 of `megablox` and `tpu_ragged` spill, from results of `benchmarks.memory_others_tpu` with seed 0.
 
-For other kernels of each kind, a linear program finds weights of the sizes that the estimate has. They minimise the sum
-of the estimates, each over the compiler's figure, and give no estimate below it. The weights are then found again
-without a tenth of the kernels, and the estimates of that tenth compared with the compiler's figures, for each tenth of
-three orders. A margin covers most of these kernels. `memory_tpu_fit.md` has the shares of estimates within 10 % and
-20 %, for all kernels and for those left out.
+For other kernels of each kind, a linear program finds weights of some sizes. They minimise the sum of the estimates,
+each over the compiler's figure, and give no estimate below it. The weights are then found again without a tenth of the
+kernels, and the estimates of that tenth compared with the compiler's figures, for each tenth of three orders. A margin
+covers most of these kernels. The sizes are those with the smallest estimates of kernels left out. `memory_tpu_fit.md`
+has the shares of estimates within 10 % and 20 %, for all kernels and for those left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,6 +39,8 @@ _WEIGHTS = {
 }
 _MARGINS = (0.04, 0.6)
 _OF_NORMS = 0.12  # the least margin of row norms
+_MOST = 8  # sizes of a kind with a weight
+_PRICE = 1e3
 _FEW = 40  # kernels of a kind; for fewer, the margin covers all that are left out
 _COVERED = 0.99  # the share of the kernels left out that a margin covers
 _WHAT = "bytes of intermediate values in kernels compiled by Google's compiler; nothing ran on a TPU"
@@ -60,12 +63,12 @@ class Kernel(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """The weights of a kind of kernel, with its kernels, and each left out of the fit with the weights found then."""
+    """The weights of a kind of kernel, with its kernels, and estimates over figures of kernels left out of a fit."""
 
     weights: dict[str, float]
     margin: float
     kernels: list[Kernel]
-    left_out: list[tuple[Kernel, dict[str, float]]]
+    left_out: list[float]
 
 
 def results_of(name: str) -> list[dict[str, Any]]:
@@ -97,47 +100,92 @@ def _of_result(parts: Sequence[Any], one: Mapping[str, Any]) -> Iterator[Kernel]
     yield from (Kernel(own, used + more) for own, used, more in zip(parts, one["used"], kept, strict=True))
 
 
-def fitted(found: Sequence[Kernel]) -> dict[str, float]:
-    """Return the weights for kernels of one kind."""
-    from scipy.optimize import linprog  # type: ignore[import-untyped, unused-ignore]
+class _Problem(NamedTuple):
+    """The kernels of a kind as arrays: bytes of each size, by name, bytes used, and those that the sizes explain."""
 
-    names = list(found[0].parts.sizes)
-    sizes = 4 * np.array([[one.parts.sizes[name] for name in names] for one in found], float)
-    used = np.array([one.used for one in found], float)
-    spilled = used - np.array([one.parts.known for one in found], float)
-    # the second term prefers few weights where several sizes are equal
-    cost = (sizes / used[:, None]).sum(0) + 1e-3 * sizes.mean(0) / used.mean() + 1e-9
-    solved = linprog(cost, A_ub=-sizes, b_ub=-spilled, bounds=[(0, None)] * len(names), method="highs")
-    return {name: float(weight) for name, weight in zip(names, solved.x, strict=True) if weight > 1e-4}
+    names: list[str]
+    sizes: Any
+    used: Any
+    spilled: Any
+
+    @classmethod
+    def of(cls, found: Sequence[Kernel]) -> _Problem:
+        """Return the problem of kernels, without sizes that are 0 in all."""
+        names = [name for name in found[0].parts.sizes if any(one.parts.sizes[name] for one in found)]
+        sizes = [[4.0 * one.parts.sizes[name] for name in names] for one in found]
+        used, known = (
+            [float(size) for size in column] for column in zip(*((k.used, k.parts.known) for k in found), strict=True)
+        )
+        return cls(names, np.array(sizes), np.array(used), np.array(used) - np.array(known))
+
+    def solved(self, columns: Sequence[int], rows: Any = slice(None)) -> tuple[Any, float]:
+        """Return the weights of some sizes for some kernels, and their cost: the sum of the estimates over the figures.
+
+        A share of all figures, at a high price, stands for sizes that are missing.
+        """
+        from scipy.optimize import linprog  # type: ignore[import-untyped, unused-ignore]
+
+        used = self.used[rows]
+        sizes = np.column_stack([self.sizes[rows][:, list(columns)], used])
+        # the second term prefers few weights where several sizes are equal
+        cost = (sizes / used[:, None]).sum(0) + 1e-3 * sizes.mean(0) / used.mean() + 1e-9
+        cost[-1] *= _PRICE
+        solved = linprog(
+            cost, A_ub=-sizes, b_ub=-self.spilled[rows], bounds=[(0, None)] * sizes.shape[1], method="highs"
+        )
+        return solved.x, float(solved.fun)
+
+    def left_out(self, columns: Sequence[int]) -> list[tuple[int, float]]:
+        """Return random kernels, each with its spilled bytes by weights that are fitted to other kernels."""
+        pairs = []
+        for seed in range(1, 4):
+            order = np.array(random.Random(seed).sample(range(len(self.used)), len(self.used)))
+            for start in range(min(10, len(order))):
+                tenth, others = order[start::10], np.delete(order, slice(start, None, 10))
+                weights, _ = self.solved(columns, others)
+                pairs += zip(tenth, self.sizes[tenth][:, list(columns)] @ weights[:-1], strict=True)
+        return pairs
+
+    def margin(self, pairs: Sequence[tuple[int, float]]) -> float:
+        """Return the share of the spilled bytes to add to them, to cover most of the kernels left out."""
+        lacking = sorted(self.spilled[index] / max(spilled, 1) - 1 for index, spilled in pairs)
+        covered = _COVERED if len(self.used) >= _FEW else 1.0
+        least, most = _MARGINS
+        return float(min(max(lacking[int(covered * (len(lacking) - 1))], least), most))
+
+    def ratios(self, pairs: Sequence[tuple[int, float]], margin: float) -> list[float]:
+        """Return the estimates of kernels left out over their figures."""
+        return [float(1 + (spilled * (1 + margin) - self.spilled[i]) / self.used[i]) for i, spilled in pairs]
+
+    def chosen(self) -> list[int]:
+        """Return the sizes with the smallest estimates of kernels left out.
+
+        Sizes are added one by one, each the best beside those before. More sizes are closer to the kernels of the fit,
+        but need a larger margin for others.
+        """
+        columns: list[int] = []
+        found: list[tuple[float, list[int]]] = []
+        for _ in range(min(_MOST, len(self.names))):
+            others = [column for column in range(len(self.names)) if column not in columns]
+            columns = [*columns, min(others, key=lambda column: self.solved([*columns, column])[1])]
+            pairs = self.left_out(columns)
+            missing = self.solved(columns)[0][-1] > 1e-9
+            score = statistics.fmean(self.ratios(pairs, self.margin(pairs)))
+            found.append((math.inf if missing else score, columns))
+        return min(found)[1]
 
 
-def estimate(one: Kernel, weights: Mapping[str, float], margin: float = 0.0) -> float:
-    """Return the upper estimate of a kernel."""
-    spilled = 4 * sum(one.parts.sizes[name] * weight for name, weight in weights.items())
-    return float(one.parts.known + spilled * (1 + margin))
-
-
-def left_out(found: Sequence[Kernel]) -> list[tuple[Kernel, dict[str, float]]]:
-    """Return random kernels, each with weights fitted to other kernels."""
-    pairs = []
-    for seed in range(1, 4):
-        order = random.Random(seed).sample(range(len(found)), len(found))
-        for start in range(10):
-            tenth = order[start::10]
-            others = [found[index] for index in order if index not in set(tenth)]
-            if tenth and len(others) > 1:
-                weights = fitted(others)
-                pairs += [(found[index], weights) for index in tenth]
-    return pairs
-
-
-def margin_of(pairs: Sequence[tuple[Kernel, dict[str, float]]], covered: float) -> float:
-    """Return the share of the weighted sum to add to it, to cover that share of the kernels left out."""
-    lacking = sorted(
-        (one.used - one.parts.known) / max(estimate(one, weights) - one.parts.known, 1) - 1 for one, weights in pairs
-    )
-    least, most = _MARGINS
-    return min(max(lacking[int(covered * (len(lacking) - 1))], least), most) if lacking else most
+def fit_of(found: Sequence[Kernel]) -> Fit:
+    """Return the weights of a kind of kernel."""
+    problem = _Problem.of(found)
+    columns = problem.chosen()
+    pairs = problem.left_out(columns)
+    margin = problem.margin(pairs)
+    margin = max(margin, _OF_NORMS) if "norm" in found[0].parts.kind else margin
+    # rounded up, so that no estimate of the fit is below the compiler's figure
+    weights = (round(float(weight) * (1 + margin) + 5e-4, 3) for weight in problem.solved(columns)[0])
+    table = {problem.names[column]: weight for column, weight in zip(columns, weights, strict=False)}
+    return Fit(table, margin, list(found), problem.ratios(pairs, margin))
 
 
 def fits(found: Iterable[Kernel]) -> dict[str, Fit]:
@@ -145,15 +193,12 @@ def fits(found: Iterable[Kernel]) -> dict[str, Fit]:
     by_kind: dict[str, list[Kernel]] = {}
     for one in found:
         by_kind.setdefault(one.parts.kind, []).append(one)
-    table = {}
-    for kind, several in sorted(by_kind.items()):
-        weights, pairs = fitted(several), left_out(several)
-        margin = margin_of(pairs, _COVERED if len(several) >= _FEW else 1.0)
-        margin = max(margin, _OF_NORMS) if "norm" in kind else margin
-        # rounded up, so that no estimate of the fit is below the compiler's figure
-        rounded = {name: round(weight * (1 + margin) + 5e-4, 3) for name, weight in weights.items()}
-        table[kind] = Fit(rounded, margin, several, pairs)
-    return table
+    return {kind: fit_of(several) for kind, several in sorted(by_kind.items())}
+
+
+def estimate(one: Kernel, weights: Mapping[str, float]) -> float:
+    """Return the upper estimate of a kernel."""
+    return float(one.parts.known + 4 * sum(one.parts.sizes[name] * weight for name, weight in weights.items()))
 
 
 def shares(ratios: Sequence[float]) -> str:
@@ -168,8 +213,8 @@ def rows_of(name: str, found: Mapping[str, Fit]) -> Iterator[str]:
     kinds = {f"{name}: {kind}": [fit] for kind, fit in found.items()}
     for label, several in ({f"**{name}**": list(found.values())} | kinds).items():
         own = [estimate(one, fit.weights) / one.used for fit in several for one in fit.kernels]
-        others = [estimate(one, w, fit.margin) / one.used for fit in several for one, w in fit.left_out]
-        yield f"| {label} | {len(own)} | {shares(own)} | {shares(others) if others else '| | | | |'} |"
+        others = [ratio for fit in several for ratio in fit.left_out]
+        yield f"| {label} | {len(own)} | {shares(own)} | {shares(others)} |"
 
 
 def bytes_of_forms() -> dict[str, int]:
