@@ -137,7 +137,7 @@ class _Problem(NamedTuple):
 
     def left_out(self, columns: Sequence[int]) -> list[tuple[int, float]]:
         """Return random kernels, each with its spilled bytes by weights that are fitted to other kernels."""
-        pairs = []
+        pairs: list[tuple[int, float]] = []
         for seed in range(1, 4):
             order = np.array(random.Random(seed).sample(range(len(self.used)), len(self.used)))
             for start in range(min(10, len(order))):

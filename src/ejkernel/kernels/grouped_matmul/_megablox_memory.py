@@ -71,7 +71,8 @@ def _registers(chip: str, dtype: str, kind: str) -> dict[Tile, int]:
     found: dict[Tile, int] = {}
     for name, row in spilled_registers_of_tiles().get(f"{chip}, {dtype}, {kind}", {}).items():
         rows, inner, rest = map(int, name.split("/"))
-        found |= {Tile(kind, rows, inner, size, rest): count for size, count in zip(COLUMNS, row, strict=True)}
+        pairs = zip(COLUMNS, row, strict=True)
+        found |= {Tile(kind, rows, inner, size, rest): count for size, count in pairs if count is not None}
     return found
 
 
@@ -84,7 +85,10 @@ def _most(tile: Tile, registers: Mapping[Tile, int]) -> float:
         return registers[tile]
     rows, inner = (max(sizes) for sizes in zip(*((one.rows, one.inner) for one in registers), strict=True))
     beyond = max(tile.rows / rows, 1) * max(tile.inner / inner, 1)
-    most = max(registers[one] for one in _around(tile, registers))
+    # tiles that do not fit in the chip's memory are missing
+    most = max(
+        (registers[one] for one in _around(tile, registers) if one in registers), default=max(registers.values())
+    )
     return most if beyond == 1 else (most + _FILE) * beyond
 
 
