@@ -84,10 +84,11 @@ def kernels() -> dict[str, list[Kernel]]:
         for one in results_of(file):
             found[one["implementation"]] += _of_result(memory_attention_tpu.parts_of(one), one)
     for one in results_of("heuristics_tpu"):
-        parts = heuristics_tpu.parts_of(one)
-        # the order of several kernels is unknown, and one that takes less has no windows for some arrays
-        if len(parts) == 1 and one["used"][0] > parts[0].known:
-            found[one["implementation"]] += _of_result(parts, one)
+        # the order of two kernels is unknown, and one that takes less than is known has no windows for some arrays
+        pairs = zip(
+            sorted(heuristics_tpu.parts_of(one), key=lambda parts: parts.known), sorted(one["used"]), strict=True
+        )
+        found[one["implementation"]] += [Kernel(parts, used) for parts, used in pairs if used > parts.known]
     for one in results_of("memory_norms_tpu_fitted"):
         found["others"] += _of_result([memory_others_tpu.parts_of(one)], one)
     found["others"] += map(Kernel, *zip(*memory_others_tpu.kernels_of_table(), strict=True))

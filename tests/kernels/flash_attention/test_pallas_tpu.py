@@ -173,7 +173,7 @@ def test_parameters_that_exceed_the_memory_are_refused_with_the_sizes():
     assert choices.needed(call, BackwardParams()).least > memory_of(call)
 
 
-# Bytes that Google's compiler used, libtpu 0.0.48.1; benchmarks/results/memory_tpu_fitted.json has more.
+# Bytes that Google's compiler used, libtpu 0.0.48.1; benchmarks/results/memory_attention_tpu_fitted.json has more.
 COMPILED = {
     "unrolled chunks": (17_448_960, Rules(scale=0.1), ForwardParams(block_q=1024, chunk=512, unroll=4)),
     "strips of causal attention": (
