@@ -30,10 +30,8 @@ _SHARES: dict[str, dict[Any, int]] = {
     "repeats": {1: 1, 4: 2},
     "chip": {"v5e": 1, "v5p": 1, "v6e": 1},
     "direction": {"forward": 1, "backward": 1},
-    "soft_cap": {None: 1},
-    "dtype": {"bfloat16": 1},
-    "implementation": {"pallas_tpu": 1, "splash": 1},
 }
+_IMPLEMENTATIONS = ("pallas_tpu", "splash")
 _SIZES = (1, 2, 4, 8)  # numbers of examples and key heads
 _MORE: dict[str, dict[Any, int]] = {
     **_SHARES,
@@ -54,12 +52,13 @@ _LEAST = 160 << 20  # bytes of an array; a chip has 128 MiB of vector memory at 
 
 def drawn(seed: int, index: int) -> dict[str, Any]:
     """Return a call, its parameters and our estimates."""
-    dice = random.Random(f"attention {seed} {index}")
+    dice = random.Random(f"calls {seed} {index}")
     shares = _MORE if seed >= _ANY else _SHARES
     case = {name: dice.choices(list(values), list(values.values()))[0] for name, values in shares.items()}
-    case["dims"] = list(case["dims"])
+    case = {"soft_cap": None, "dtype": "bfloat16"} | case | {"dims": list(case["dims"])}
     if seed < _ANY:
         case |= {"examples": dice.choice(_SIZES), "key_heads": dice.choice(_SIZES)}
+    case["implementation"] = dice.choice(_IMPLEMENTATIONS)
     implementation, call, _ = described(case)
     params = implementation.heuristic(call)
     if seed >= _OF_SPACE:
@@ -151,11 +150,9 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         "in the table": lambda one: bool(one["in table"]),
         "others": lambda one: not one["in table"],
     }
-    kinds |= {
-        value: functools.partial(lambda name, value, one: bool(one[name] == value), name, value)
-        for name in ("implementation", "chip", "direction")
-        for value in _SHARES[name]
-    }
+    for name in ("implementation", "chip", "direction"):
+        for value in dict.fromkeys(one[name] for one in results):
+            kinds[value] = functools.partial(_has, name, value)
     classes = {kind: [x for one in results if of_kind(one) for x in ratios(one)] for kind, of_kind in kinds.items()}
     classes["missing windows added"] = [x for one in results for x in ratios(one, with_kept=True)]
     pairs = [pair for one in results for pair in zip(one["least"], one.get("used", ()), strict=False)]
@@ -163,6 +160,10 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     notes = f"The lower estimate exceeds the compiler's figure in {above} kernels."
     failed = sum("error" in one for one in results)
     return "\n".join([*ratio_table(classes), "", f"{notes} {failed} calls did not compile."])
+
+
+def _has(name: str, value: str, one: dict[str, Any]) -> bool:
+    return bool(one[name] == value)
 
 
 DRAWS = Draws(

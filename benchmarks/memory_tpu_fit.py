@@ -211,8 +211,11 @@ def shares(ratios: Sequence[float]) -> str:
 
 def rows_of(name: str, found: Mapping[str, Fit]) -> Iterator[str]:
     """Yield the quality of the weights in a file as rows of a Markdown table."""
-    kinds = {f"{name}: {kind}": [fit] for kind, fit in found.items()}
-    for label, several in ({f"**{name}**": list(found.values())} | kinds).items():
+    groups: dict[str, list[Fit]] = {}
+    for kind, fit in found.items():
+        whole = {"paged": "tpu_ragged"}.get(kind.split(",")[0], "row norms") if name == "others" else name
+        groups.setdefault(f"**{whole}**", []).append(fit)
+    for label, several in (groups | {f"{name}: {kind}": [fit] for kind, fit in found.items()}).items():
         own = [estimate(one, fit.weights) / one.used for fit in several for one in fit.kernels]
         others = [ratio for fit in several for ratio in fit.left_out]
         yield f"| {label} | {len(own)} | {shares(own)} | {shares(others)} |"
