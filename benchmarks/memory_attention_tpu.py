@@ -155,8 +155,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             kinds[value] = functools.partial(_has, name, value)
     classes = {kind: [x for one in results if of_kind(one) for x in ratios(one)] for kind, of_kind in kinds.items()}
     classes["missing windows added"] = [x for one in results for x in ratios(one, with_kept=True)]
-    pairs = [pair for one in results for pair in zip(one["least"], one.get("used", ()), strict=False)]
-    above = sum(least > used for least, used in pairs)
+    compiled = [(one["least"], one["used"], one["kept"]) for one in results if "used" in one]
+    above = sum(least > used + kept for lists in compiled for least, used, kept in zip(*lists, strict=True))
     notes = f"The lower estimate exceeds the compiler's figure in {above} kernels."
     failed = sum("error" in one for one in results)
     return "\n".join([*ratio_table(classes), "", f"{notes} {failed} calls did not compile."])

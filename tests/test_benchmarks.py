@@ -15,6 +15,7 @@ from benchmarks.attention_cases import case_named, words_of
 from benchmarks.gpu_run import Step
 from benchmarks.grouped_bounds import Rates, bound, tile_rows
 from benchmarks.grouped_matmul import Shape
+from benchmarks.norms_tpu import bytes_in_hbm
 
 from ejkernel import compat
 from ejkernel.kernels.flash_attention.operation import flash_attention as operation
@@ -196,3 +197,21 @@ def test_a_draw_is_tuned_from_the_heuristic_by_different_changes():
         assert operation.heuristic_cfg(inv).fwd == forward.params
         assert operation.heuristic_cfg(of_gradient).bwd == gradient.params
     assert len({one.params.form for one in entries if one.contender == "mosaic_gpu" and one.direction == "bwd"}) == 2
+
+
+# --- norms_tpu: the arrays of a kernel in HBM ---
+
+SCHEDULED = """\
+ENTRY %main (x: bf16[16,128]) -> bf16[16,128] {
+  %x = bf16[16,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %copy = bf16[16,128]{1,0:T(8,128)(2,1)S(1)} copy(%x)
+  %both = (bf16[16,128]{1,0:T(8,128)(2,1)}, f32[16]{0:T(128)S(1)}) fusion(%copy, %x), kind=kLoop
+  ROOT %out = bf16[16,128]{1,0:T(8,128)(2,1)} get-tuple-element(%both), index=0
+}
+"""
+
+
+def test_arrays_in_vector_memory_do_not_count_as_reads_and_writes():
+    found = dict(bytes_in_hbm(SCHEDULED))
+    assert found["copy"] == 16 * 128 * 2
+    assert found["both"] == 2 * 16 * 128 * 2
