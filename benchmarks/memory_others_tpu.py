@@ -37,6 +37,9 @@ _HEADS: dict[str, dict[int, tuple[int, ...]]] = {
 _TILES = (128, 256, 512, 1024)
 # Columns of the last tile along the sum of a product, by those of the others.
 _RESTS = {128: (64,), 256: (64, 128), 512: (64, 128, 256, 384), 1024: (64, *range(128, 1024, 128))}
+_FEW_RESTS = {128: (64,), 256: (128,), 512: (128, 256, 384), 1024: (128, 384, 512, 768)}
+_WITH_RESTS = {("v5e", "bfloat16"): _RESTS, ("v6e", "bfloat16"): _RESTS, ("tpu7x", "bfloat16"): _FEW_RESTS}
+_ROWS = 1 << 19  # so many that XLA keeps no array of a listed product in vector memory
 _QUERIES = (8, 16, 32, 64, 128)
 _DIMS = (4096, 2048, 5120, 8192, 1024, 3072, 7168, 6144, 2880, 3584, 1536, 768)
 _NO_TILES = (("v4", "float32"), ("tpu7x", "float32"))
@@ -86,19 +89,17 @@ def _listed() -> list[dict[str, Any]]:
 
 def _tiles(chip: str, dtype: str) -> Iterator[tuple[str, int, int, int, int]]:
     """Yield the kind of each product, its tile, and the columns of the left operand."""
-    has_rests = chip in ("v5e", "v6e") and dtype == "bfloat16"  # others are like whole tiles
+    rests = _WITH_RESTS.get((chip, dtype), dict.fromkeys(_TILES, ()))
     for m, n in itertools.product(_TILES, _TILES):
         for k in (*_TILES, 768):
             yield from (("megablox", m, k, n, k), ("megablox wgrad", m, k, n, 4 * k))
         for k in _TILES:
-            yield from (
-                ("megablox", m, k, n, inner) for inner in (4 * k, *(3 * k + rest for rest in _RESTS[k] if has_rests))
-            )
+            yield from (("megablox", m, k, n, 3 * k + rest) for rest in (k, *rests[k]))
 
 
 def _with_tile(chip: str, dtype: str, tile: tuple[str, int, int, int, int]) -> dict[str, Any]:
     kind, m, k, n, inner = tile
-    sizes = {"rows": 32_768, "groups": 8, "inner": inner, "columns": 4 * n, "dtype": dtype, "out_dtype": dtype}
+    sizes = {"rows": _ROWS, "groups": 8, "inner": inner, "columns": 4 * n, "dtype": dtype, "out_dtype": dtype}
     case = {"chip": chip, "kind": kind, "sizes": sizes, "backward": False, "alone": True}
     return case | {"params": {"block_m": m, "block_k": k, "block_n": n}}
 
