@@ -37,7 +37,7 @@ _WEIGHTS = {
     "splash": "kernels/flash_attention/_splash_weights.py",
     "others": "kernels/_spilled.py",
 }
-_MARGINS = (0.04, 0.6)
+_MARGINS = (0.08, 0.6)
 _OF_NORMS = 0.12  # the least margin of row norms
 _MOST = 8  # sizes of a kind with a weight
 _PRICE = 1e3

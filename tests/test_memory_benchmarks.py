@@ -73,12 +73,8 @@ def test_the_table_of_tiles_has_all_listed_products():
     assert {form: row.keys() for form, row in found.items()} == {
         form: row.keys() for form, row in spilled_registers_of_tiles().items()
     }
-    assert all(
-        isinstance(count, int)
-        for rows in spilled_registers_of_tiles().values()
-        for row in rows.values()
-        for count in row
-    )
+    missing = {form for form, rows in spilled_registers_of_tiles().items() for row in rows.values() if None in row}
+    assert missing == {"tpu:tpu_v4, bfloat16, product", "tpu:tpu_v4, bfloat16, weights"}  # 1,024 cubed, in 16 MiB
 
 
 def test_registers_of_a_listed_kernel_are_those_of_the_table():
