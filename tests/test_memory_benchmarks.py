@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 
 import pytest
@@ -49,16 +50,44 @@ def test_a_ratio_is_of_the_figure_alone_or_with_the_missing_windows():
     assert ratios({"estimated": [120], "error": "no memory"}) == []
 
 
+def committed_weights(name):
+    module = memory_tpu_fit._WEIGHTS[name].removesuffix(".py").replace("/", ".")
+    return importlib.import_module(f"ejkernel.{module}").WEIGHTS
+
+
+@functools.cache
+def kernels_by_kind(name):
+    found = {}
+    for one in memory_tpu_fit.kernels()[name]:
+        found.setdefault(one.parts.kind, []).append(one)
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", memory_tpu_fit._WEIGHTS)
-def test_the_weights_are_those_of_the_committed_figures_and_no_estimate_is_below_one(name):
+def test_no_estimate_is_below_a_committed_figure(name):
+    weights = committed_weights(name)
+    assert weights.keys() == kernels_by_kind(name).keys()
+    for kind, several in kernels_by_kind(name).items():
+        assert all(memory_tpu_fit.estimate(one, weights[kind]) >= one.used for one in several)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind"), [("pallas_tpu", "keys, strips"), ("splash", "fused, float32"), ("others", "rms norm, forward")]
+)
+def test_the_weights_of_a_kind_are_fitted_to_its_figures(name, kind):
+    assert memory_tpu_fit.fit_of(kernels_by_kind(name)[kind]).weights == committed_weights(name)[kind]
+
+
+@pytest.mark.whole
+@pytest.mark.slow
+@pytest.mark.parametrize("name", memory_tpu_fit._WEIGHTS)
+def test_the_weights_are_those_of_the_committed_figures(name):
     found = memory_tpu_fit.fits(memory_tpu_fit.kernels()[name])
-    weights = {kind: fit.weights for kind, fit in found.items()}
-    assert (memory_tpu_fit._SOURCES / memory_tpu_fit._WEIGHTS[name]).read_text() == memory_tpu_fit.written_weights(
-        weights
-    )
-    for fit in found.values():
-        assert all(memory_tpu_fit.estimate(one, fit.weights) >= one.used for one in fit.kernels)
+    table = {kind: fit.weights for kind, fit in found.items()}
+    path = memory_tpu_fit._SOURCES / memory_tpu_fit._WEIGHTS[name]
+    assert path.read_text() == memory_tpu_fit.written_weights(table)
 
 
 def test_the_table_of_forms_is_that_of_the_listed_calls():
