@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks import attention_tpu
-from benchmarks.drawn_tpu import Draws
+from benchmarks.drawn_tpu import TARGETS, Draws
 
 _IMPLEMENTATIONS = {
     "flash_attention": ("xla", "splash", "splash", "pallas_tpu", "pallas_tpu"),
@@ -31,7 +31,6 @@ _IMPLEMENTATIONS = {
     "quantize_both": ("xla",),
     "linear_cross_entropy": ("xla",),
 }
-_TARGETS = {chip: f"tpu_{chip}" for chip in (*attention_tpu.TOPOLOGIES, "v4")} | {"tpu7x": "tpu7x"}
 _HEAD_DIMS = (64, 128, 40, 72, 136, 200)
 _NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
 
@@ -354,12 +353,12 @@ def compiled(case: dict[str, Any]) -> dict[str, Any]:
     import jax
 
     from ejkernel.ops.autotuner.compile.bundles import aimed_calls
-    from ejkernel.ops.autotuner.compile.targets import Target, compile_for
+    from ejkernel.ops.autotuner.compile.targets import compile_for
     from ejkernel.ops.core.transformations.nodes import Choice
     from ejkernel.ops.errors import EjkernelError
     from ejkernel.ops.execution.discovery import discover_for
 
-    target, (function, args) = Target.named(_TARGETS[case["chip"]]), program(case)
+    target, (function, args) = TARGETS[case["chip"]], program(case)
     try:
         with target.entered():
             calls = discover_for(jax.jit(function), args, {}, platform="tpu")
@@ -433,7 +432,7 @@ DRAWS = Draws(
     facts=lambda results: {"counts": _counts(results)},
     title="Random calls, compiled for TPUs",
     table=_table,
-    chips=tuple(_TARGETS),
+    chips=tuple(TARGETS),
     seconds=600.0,
 )
 

@@ -14,8 +14,22 @@ from typing import Any
 
 from benchmarks import attention_tpu
 from benchmarks.apart import AnsweringProcess
+from ejkernel.ops.autotuner.compile.targets import Target
 
 Case = dict[str, Any]
+TARGETS = {chip: Target.named(f"tpu_{chip}") for chip in ("v4", "v5e", "v6e", "v5p")} | {"tpu7x": Target.named("tpu7x")}
+
+
+def ratios(one: Case, *, with_kept: bool = False) -> list[float]:
+    """Return the estimate over the compiler's figure for each kernel of a result.
+
+    Args:
+        one: The result.
+        with_kept: Whether to add the windows that XLA saves to the figure.
+    """
+    used = one.get("used", ())
+    kept = one.get("kept", [0] * len(used)) if with_kept else [0] * len(used)
+    return [most / (size + more) for most, size, more in zip(one["estimated"], used, kept, strict=False)]
 
 
 def ratio_table(classes: Mapping[str, Iterable[float]]) -> list[str]:
@@ -70,6 +84,7 @@ class Draws:
         parser.add_argument("--calls", type=int, default=20, help="how many calls to draw")
         parser.add_argument("--seed", type=int, default=25)
         parser.add_argument("--out", type=Path, help="a JSON file to which results are added")
+        parser.add_argument("--again", type=Path, help="compile the calls of this file in place of drawn ones")
         if self.chips:
             parser.add_argument("--chips", nargs="*", choices=self.chips, help="in place of the chips drawn")
         given = parser.parse_args(arguments)
@@ -77,10 +92,11 @@ class Draws:
             self._compile()
             return
         results = json.loads(given.out.read_text())["results"] if given.out and given.out.exists() else []
+        again = json.loads(given.again.read_text())["results"] if given.again else None
         compiler = AnsweringProcess(self.module, "--compile", attention_tpu.ENVIRONMENT, self.seconds, "the compiler")
         try:
-            for index in range(len(results), given.calls):
-                case = self.drawn(given.seed, index)
+            for index in range(len(results), given.calls if again is None else len(again)):
+                case = self.drawn(given.seed, index) if again is None else again[index]
                 if self.chips and given.chips:
                     case["chip"] = given.chips[index % len(given.chips)]
                 results.append(case | compiler(case))

@@ -17,12 +17,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import attention_tpu
-from benchmarks.drawn_tpu import Draws
-from benchmarks.memory_tpu_calls import params_of, parts_of_call
+from benchmarks.drawn_tpu import TARGETS, Draws
+from benchmarks.memory_attention_tpu import params_of, parts_of_call
 from ejkernel import compat
 
-_TARGETS = {chip: f"tpu_{chip}" for chip in ("v4", *attention_tpu.TOPOLOGIES)} | {"tpu7x": "tpu7x"}
 # JAX builds the mask of splash attention for all pairs of positions, which takes 40 s for 100,000.
 _LONGEST = {"splash": 16_384, "pallas_tpu": 131_072}
 _ELEMENTS = 1 << 28  # of an array: a chip has 16 GiB or more
@@ -42,7 +40,7 @@ def drawn(seed: int, index: int) -> dict[str, Any]:
 
 
 def _drawn_call(dice: random.Random) -> dict[str, Any]:
-    case: dict[str, Any] = {"chip": dice.choice(tuple(_TARGETS)), "implementation": dice.choice(tuple(_by_name()))}
+    case: dict[str, Any] = {"chip": dice.choice(tuple(TARGETS)), "implementation": dice.choice(tuple(_by_name()))}
     case |= {"direction": dice.choice(("forward", "backward")), "dtype": dice.choice(("bfloat16", "float32"))}
     longest = _LONGEST[case["implementation"]]
     queries = _length(dice, longest)
@@ -98,7 +96,6 @@ def described(case: dict[str, Any]) -> tuple[Any, Any]:
     import jax
 
     from ejkernel.kernels.flash_attention.common import Operands, Rules, describe
-    from ejkernel.ops.autotuner.compile.targets import Target
 
     batch, heads = case["batch"], case["kv_heads"] * case["repeats"]
 
@@ -114,7 +111,7 @@ def described(case: dict[str, Any]) -> tuple[Any, Any]:
     more = {"query_segments": ids[0], "key_segments": ids[1]}
     operands = Operands(query, key, value, **more, key_lengths=ints(batch) if case["key_lengths"] else None)
     rules = Rules(scale=0.1, left=case["left"], right=case["right"], soft_cap=case["soft_cap"])
-    backward, target = case["direction"] == "backward", Target.named(_TARGETS[case["chip"]])
+    backward, target = case["direction"] == "backward", TARGETS[case["chip"]]
     return describe(operands, rules, platform="tpu", fingerprint=target.fingerprint, backward=backward), operands
 
 
@@ -131,11 +128,9 @@ def compiled(case: dict[str, Any]) -> dict[str, Any]:
     """Compile a case; return the bytes of vector memory of its kernels."""
     import jax
 
-    from ejkernel.ops.autotuner.compile.targets import Target
-
     if "params" not in case:
         return {}
-    target, (call, operands) = Target.named(_TARGETS[case["chip"]]), described(case)
+    target, (call, operands) = TARGETS[case["chip"]], described(case)
     implementation = _by_name()[case["implementation"]]
     params, rules = params_of(implementation, call, case["params"]), call.rules
 

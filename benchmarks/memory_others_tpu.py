@@ -3,9 +3,9 @@
 
 Each call is drawn by a seed, with sizes as models have them: a product of `megablox` or its weights' gradient, a
 normalisation of `pallas`, forward or backward, or a step of `tpu_ragged`. It has the heuristic's parameters, or others
-of the space for seeds from 100. Seeds from 200 draw products with any tiles and dtypes. Seed 0 lists the kernels of the
-table instead: common tiles of `megablox`, then `tpu_ragged` alone for common numbers of heads and blocks, small ones
-first. Google's compiler reports the bytes of vector memory that a kernel uses. Nothing runs on a TPU.
+of the space for seeds from 100. Seed 0 lists the kernels of the tables instead: all tiles of `megablox`, then
+`tpu_ragged` for common numbers of heads and blocks, small ones first. These are compiled alone, without the program
+around them. Google's compiler reports the bytes of vector memory that a kernel uses. Nothing runs on a TPU.
 
 XLA keeps short arrays of normalisations in vector memory itself; `kept` has the bytes of the windows that the kernel
 then does not have. The ratio is our upper estimate over the compiler's figure and these.
@@ -20,18 +20,9 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from benchmarks import attention_tpu, memory_tpu
-from benchmarks.drawn_tpu import Draws, ratio_table
+from benchmarks.drawn_tpu import TARGETS, Draws, ratio_table, ratios
 
 _KINDS = ("megablox", "megablox wgrad", "rms_norm", "layer_norm", "tpu_ragged", "tpu_ragged")
-_DEVICES = {
-    "v5e": "tpu:tpu_v5_lite",
-    "v5p": "tpu:tpu_v5",
-    "v6e": "tpu:tpu_v6_lite",
-    "v4": "tpu:tpu_v4",
-    "tpu7x": "tpu:tpu7x",
-}
-_TOPOLOGIES = {**attention_tpu.TOPOLOGIES, "v4": "v4:2x2x1", "tpu7x": "tpu7x:2x2x1"}
 # Query heads for each key head, by dtype and the key heads of a block; and queries of a block.
 _HEADS: dict[str, dict[int, tuple[int, ...]]] = {
     "bfloat16": {
@@ -43,22 +34,25 @@ _HEADS: dict[str, dict[int, tuple[int, ...]]] = {
     },
     "float32": {1: (1, 2, 4, 8, 16), 2: (1, 2, 4, 8, 12, 16), 4: (1, 2, 4, 6, 8, 10, 12, 16), 8: (3, 5, 7)},
 }
-_SHORT = 6 << 20  # bytes of both operands of a product; if they have fewer, XLA may keep them in vector memory
+_TILES = (128, 256, 512, 1024)
+# Columns of the last tile along the sum of a product, by those of the others.
+_RESTS = {128: (64,), 256: (64, 128), 512: (64, 128, 256, 384), 1024: (64, *range(128, 1024, 128))}
+_FEW_RESTS = {128: (64,), 256: (128,), 512: (128, 256, 384), 1024: (128, 384, 512, 768)}
+_WITH_RESTS = {("v5e", "bfloat16"): _RESTS, ("v6e", "bfloat16"): _RESTS, ("tpu7x", "bfloat16"): _FEW_RESTS}
+_ROWS = 1 << 19  # so many that XLA keeps no array of a listed product in vector memory
 _QUERIES = (8, 16, 32, 64, 128)
 _DIMS = (4096, 2048, 5120, 8192, 1024, 3072, 7168, 6144, 2880, 3584, 1536, 768)
-_OF_SPACE, _OF_TILES = 100, 200  # seeds from here have parameters of the space, or any tiles
+_NO_TILES = (("v4", "float32"), ("tpu7x", "float32"))
+_OF_SPACE = 100  # seeds from here have parameters of the space
 
 
 def drawn(seed: int, index: int) -> dict[str, Any]:
     """Return a call, its parameters and our estimates."""
     dice = random.Random(f"others {seed} {index}")
-    if seed >= _OF_TILES:
-        product = _with_tiles(dice)
-        return product | estimated(product)
     while seed:
         kind = dice.choice(_KINDS)
         sizes = (_product if "megablox" in kind else _norm if "norm" in kind else _paged)(dice)
-        case: dict[str, Any] = {"chip": dice.choice(tuple(_DEVICES)), "kind": kind, "sizes": sizes}
+        case: dict[str, Any] = {"chip": dice.choice(tuple(TARGETS)), "kind": kind, "sizes": sizes}
         case["backward"] = "norm" in kind and dice.random() < 0.5
         implementation, call = described(case)
         if implementation.unsupported(call) is None:
@@ -73,32 +67,41 @@ def drawn(seed: int, index: int) -> dict[str, Any]:
 
 
 def estimated(case: dict[str, Any]) -> dict[str, Any]:
-    """Return our estimates for a case, and whether its kernel is in the table of compiled ones."""
-    from ejkernel.kernels._vector_memory import compiled
+    """Return our estimates for a case, and whether its kernel is in a table of compiled ones."""
     from ejkernel.kernels.paged_attention import _ragged_memory
 
     implementation, call = described(case)
     params = _params_of(case)
     need = _estimator(implementation).memory(call, params)
-    is_ragged = case["kind"] == "tpu_ragged"
-    known = _ragged_memory.is_listed(call, params) if is_ragged else parts_of(case)[0].form in compiled()
+    known = case["kind"] == "tpu_ragged" and _ragged_memory.is_listed(call, params)
     return {"estimated": [need.most], "least": [need.least], "in table": known}
 
 
 @functools.cache
 def _listed() -> list[dict[str, Any]]:
-    """Return common products with kernels of different forms, then kernels of ragged paged attention."""
-    found: dict[str, dict[str, Any]] = {}
-    tiles = itertools.product(_DEVICES, _KINDS[:2], (16_384, 65_536, 2048, 4096), (4096, 1408, 768), (4096, 768))
-    for chip, kind, rows, inner, columns in tiles:
-        sizes: dict[str, Any] = {"rows": rows, "inner": inner, "columns": columns, "groups": 32}
-        sizes |= {"dtype": "bfloat16", "out_dtype": "bfloat16"}
-        case: dict[str, Any] = {"chip": chip, "kind": kind, "sizes": sizes, "backward": False}
-        implementation, call = described(case)
-        case["params"] = dataclasses.asdict(implementation.heuristic(call))
-        found.setdefault(parts_of(case)[0].form, case)
-    ragged = [_alone(chip, *place) for chip in _DEVICES for dtype in _HEADS for place in _blocks_of(dtype)]
-    return [*found.values(), *sorted(ragged, key=lambda case: case["work"])]
+    """Return products with all tiles of the space, then kernels of ragged paged attention."""
+    chips = [chip for chip in TARGETS if chip != "v5p"]  # like v5e
+    pairs = [(chip, dtype) for chip, dtype in itertools.product(chips, _HEADS) if (chip, dtype) not in _NO_TILES]
+    products = [_with_tile(*pair, tile) for pair in pairs for tile in _tiles(*pair)]
+    ragged = [_alone(chip, *place) for chip in TARGETS for dtype in _HEADS for place in _blocks_of(dtype)]
+    return [*products, *sorted(ragged, key=lambda case: case["work"])]
+
+
+def _tiles(chip: str, dtype: str) -> Iterator[tuple[str, int, int, int, int]]:
+    """Yield the kind of each product, its tile, and the columns of the left operand."""
+    rests = _WITH_RESTS.get((chip, dtype), dict.fromkeys(_TILES, ()))
+    for m, n in itertools.product(_TILES, _TILES):
+        for k in (*_TILES, 768):
+            yield from (("megablox", m, k, n, k), ("megablox wgrad", m, k, n, 4 * k))
+        for k in _TILES:
+            yield from (("megablox", m, k, n, 3 * k + rest) for rest in (k, *rests[k]))
+
+
+def _with_tile(chip: str, dtype: str, tile: tuple[str, int, int, int, int]) -> dict[str, Any]:
+    kind, m, k, n, inner = tile
+    sizes = {"rows": _ROWS, "groups": 8, "inner": inner, "columns": 4 * n, "dtype": dtype, "out_dtype": dtype}
+    case = {"chip": chip, "kind": kind, "sizes": sizes, "backward": False, "alone": True}
+    return case | {"params": {"block_m": m, "block_k": k, "block_n": n}}
 
 
 def _blocks_of(dtype: str) -> Iterator[tuple[str, int, int, int, int]]:
@@ -129,22 +132,6 @@ def _product(dice: random.Random) -> dict[str, Any]:
         "dtype": dtype,
         "out_dtype": dtype,
     }
-
-
-def _with_tiles(dice: random.Random) -> dict[str, Any]:
-    """Return a product of several tiles, with a rest or without, or of a single one along the sum."""
-    while True:
-        kind, m = dice.choice(_KINDS[:2]), dice.choice((128, 256, 512, 1024))
-        k, n = dice.choice((128, 256, 512, 768, 1024)), dice.choice((128, 256, 512, 1024))
-        inner = k if kind == "megablox" and dice.random() < 0.3 else 4 * k - dice.choice((0, k // 2))
-        dtype, out_dtype = dice.choice((("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")))
-        sizes = {"rows": max(8 * m, 4096), "groups": 8, "inner": inner, "columns": 4 * n, "dtype": dtype}
-        sizes |= {"out_dtype": out_dtype, "transpose_rhs": kind == "megablox" and dice.random() < 0.5}
-        case = {"chip": dice.choice(tuple(_DEVICES)), "kind": kind, "sizes": sizes, "backward": False}
-        case["params"] = {"block_m": m, "block_k": k, "block_n": n}
-        implementation, call = described(case)
-        if implementation.doubt(call, _params_of(case)) is None:
-            return case
 
 
 def _norm(dice: random.Random) -> dict[str, Any]:
@@ -182,34 +169,46 @@ def described(case: dict[str, Any]) -> tuple[Any, Any]:
     }
     implementation, call = by_kind[case["kind"]]
     sizes = {name: tuple(size) if isinstance(size, list) else size for name, size in case["sizes"].items()}
-    place = {"platform": "tpu", "device_fingerprint": _DEVICES[case["chip"]], "backward": case["backward"]}
+    place = {"platform": "tpu", "device_fingerprint": TARGETS[case["chip"]].fingerprint, "backward": case["backward"]}
     return implementation(), call(**sizes, **place)
 
 
-def parts_of(case: dict[str, Any]) -> list[Any]:
-    """Return the memory of a kernel by its causes."""
+def parts_of(case: dict[str, Any]) -> Any:
+    """Return the memory of a normalisation or a kernel of `tpu_ragged` by its causes."""
     implementation, call = described(case)
-    return [_estimator(implementation).parts_of(call, _params_of(case))]
-
-
-def has_all_windows(case: dict[str, Any]) -> bool:
-    """Return whether XLA keeps no array of a kernel, or `kept` has the windows that are missing."""
-    if "megablox" not in case["kind"]:
-        return True
-    (_, call), size = described(case), 4 if case["sizes"]["dtype"] == "float32" else 2
-    matrices = call.groups * call.inner if case["kind"] == "megablox" else call.rows
-    return bool((call.rows * call.inner + matrices * call.columns) * size >= _SHORT)
+    return _estimator(implementation).parts_of(call, _params_of(case))
 
 
 def add_registers(tables: dict[str, Any], case: dict[str, Any]) -> None:
-    """Add the registers that a kernel of `tpu_ragged` keeps in memory to their table."""
+    """Add the registers that a listed kernel keeps in memory to the tables."""
     from ejkernel.kernels._vector_memory import REGISTER
+    from ejkernel.kernels.grouped_matmul import _megablox_memory
     from ejkernel.kernels.paged_attention import _ragged_memory
 
-    (_, call), (parts,) = described(case), parts_of(case)
-    queries, keys = (str(size) for size in _ragged_memory.block_of(call, _params_of(case)))
-    row = tables.setdefault(_ragged_memory.form_of_heads(call), {}).setdefault(queries, {})
-    row[keys] = -(-(case["used"][0] - parts.known) // REGISTER)
+    (implementation, call), params = described(case), _params_of(case)
+    if case["kind"] == "tpu_ragged":
+        known, (queries, keys) = parts_of(case).known, _ragged_memory.block_of(call, params)
+        row = tables["registers"].setdefault(_ragged_memory.form_of_heads(call), {}).setdefault(str(queries), {})
+        place: Any = str(keys)
+    else:
+        tile, known = implementation.tile_of(call, params)
+        form, name = _megablox_memory.row_of(tile, call.device_fingerprint, call.dtype)
+        row = tables["tiles"].setdefault(form, {}).setdefault(name, [None] * len(_TILES))
+        place = _TILES.index(tile.columns)
+    row[place] = -(-(case["used"][0] - known) // REGISTER)
+
+
+def kernels_of_table() -> Iterator[tuple[Any, int]]:
+    """Yield the kernels of `tpu_ragged` in the table: their memory by its causes, and their bytes."""
+    from ejkernel.kernels._vector_memory import REGISTER, spilled_registers
+    from ejkernel.kernels.paged_attention import _ragged_memory
+
+    for case in (one for one in _listed() if one["kind"] == "tpu_ragged"):
+        call, parts = described(case)[1], parts_of(case)
+        queries, keys = _ragged_memory.block_of(call, _params_of(case))
+        row = spilled_registers().get(_ragged_memory.form_of_heads(call), {}).get(str(queries), {})
+        if str(keys) in row:
+            yield parts, parts.known + REGISTER * row[str(keys)]
 
 
 def _params_of(case: dict[str, Any]) -> Any:
@@ -229,37 +228,28 @@ def _estimator(implementation: Any) -> Any:
 
 
 def measured(case: dict[str, Any]) -> dict[str, Any]:
-    """Return the bytes of vector memory of the largest kernel, and of windows that it does not have."""
+    """Return the bytes of vector memory of the kernel, and of windows that it does not have."""
     import jax
 
     from benchmarks import tpu_windows
     from ejkernel import compat
 
-    implementation, call = described(case)
-    params = _params_of(case)
-    sharding = compat.executables.tpu_topology_sharding(_TOPOLOGIES[case["chip"]])
-    like = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    (implementation, call), target, params = described(case), TARGETS[case["chip"]], _params_of(case)
+
+    def like(shape: tuple[int, ...], dtype: str) -> Any:
+        return target.placed(jax.ShapeDtypeStruct(shape, dtype))
 
     def run(*args: Any) -> Any:
-        if case.get("alone"):
-            q, pages, table, offsets, lengths, count = args[:6]
-            how: dict[str, Any] = {"scale": 0.1, "window": None, "soft_cap": None}
-            how["blocks"] = tuple(case["params"].values())
-            pages = pages.reshape(*pages.shape[:2], -1, pages.shape[4])
-            return compat.kernels.tpu_ragged_paged_attention(q, pages, lengths, table, offsets, count, **how)
         if call.backward:
             return implementation.backward(call, *args, params=params)
         return implementation.forward(call, *args, params=params)[0]
 
-    args = _arguments(case["kind"], call, like)
-    if case.get("alone"):
-        args = (*args[:5], like((1,), "int32"))
-    (device,) = sharding.device_set
-    with compat.executables.abstract_device("tpu", device.device_kind, 1):
-        traced = jax.jit(run).trace(*args)
+    with target.entered():
+        traced = jax.jit(run).trace(*_arguments(case["kind"], call, like))
         if implementation.name == "pallas":
             (found,) = tpu_windows.memory_of(traced)
             return {"used": [found.used], "kept": [found.kept]}
+        traced = tpu_windows.alone(traced, target) if case.get("alone") else traced
         return {"used": [max(compat.executables.vector_memory(str(traced.lower().compile().as_text())))], "kept": [0]}
 
 
@@ -293,12 +283,11 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     """Return the distribution of the ratios by kind, as a Markdown table."""
     compiled = [one for one in results if "used" in one]
     classes: dict[str, list[float]] = {}
-    for kind, known in itertools.product(dict.fromkeys(_KINDS), (True, False)):
-        own = [one for one in compiled if one["kind"] == kind and one["in table"] is known]
-        name = f"{kind}, {'in the table' if known else 'others'}"
-        classes[name] = [ratio for one in own if not one["kept"][0] for ratio in memory_tpu.ratios(one)]
-        short = [one | {"used": [one["used"][0] + one["kept"][0]]} for one in own if one["kept"][0]]
-        classes[f"{name}, missing windows added"] = [ratio for one in short for ratio in memory_tpu.ratios(one)]
+    for kind in dict.fromkeys(_KINDS):
+        own = [one for one in compiled if one["kind"] == kind]
+        classes[kind] = [ratio for one in own if not one["kept"][0] for ratio in ratios(one)]
+        short = [one for one in own if one["kept"][0]]
+        classes[f"{kind}, missing windows added"] = [ratio for one in short for ratio in ratios(one, with_kept=True)]
     above = sum(one["least"][0] > one["used"][0] + one["kept"][0] for one in compiled)
     notes = f"The lower estimate exceeds the compiler's figure in {above} kernels."
     return "\n".join([*ratio_table(classes), "", f"{notes} {len(results) - len(compiled)} calls did not compile."])

@@ -1,53 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.memory_tpu_fit WHAT RESULTS...`: fit the estimates of vector memory on TPUs to figures.
+"""`python -m benchmarks.memory_tpu_fit`: write the tables and weights of vector memory on TPUs from committed figures.
 
-The results are files of `benchmarks.memory_tpu`, `memory_splash_tpu`, `memory_tpu_calls`, `memory_others_tpu` and
-`heuristics_tpu`.
+Kernels of one form take the same vector memory for intermediate values. The table has these bytes for each form of the
+listed attention calls, the highest if several kernels of a form were compiled. `--add` adds the registers that kernels
+of `megablox` and `tpu_ragged` spill, from results of `benchmarks.memory_others_tpu` with seed 0.
 
-`table` adds to the table of compiled kernels. Kernels of one form take the same vector memory for intermediate values.
-The table has these bytes for each form, the highest if several kernels of a form were compiled, and the registers of
-`tpu_ragged`. Prints how far the kernels of a form differ.
-
-`pallas_tpu`, `splash` and `others` fit the estimates of kernels that are not in the table. For each kind of kernel, a
-linear program finds weights of the sizes that the estimate has. They minimise the sum of the estimates, each over the
-compiler's figure, and give no estimate below it. The weights are then found again without a tenth of the kernels, and
-the estimates of that tenth compared with the compiler's figures, for each tenth of three orders. A margin covers most
-of these kernels. Prints the shares of estimates within 10 % and 20 %, and of those below the compiler's figure in this
-comparison.
+For other kernels of each kind, a linear program finds weights of some sizes. They minimise the sum of the estimates,
+each over the compiler's figure, and give no estimate below it. The weights are then found again without a tenth of the
+kernels, and the estimates of that tenth compared with the compiler's figures, for each tenth of three orders. A margin
+covers most of these kernels. The sizes are those with the smallest estimates of kernels left out. `memory_tpu_fit.md`
+has the shares of estimates within 10 % and 20 %, for all kernels and for those left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
+import math
 import random
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import attention_tpu, heuristics_tpu, memory_others_tpu, memory_splash_tpu, memory_tpu, memory_tpu_calls
-from benchmarks.drawn_tpu import Draws
+from benchmarks import attention_tpu, heuristics_tpu, memory_attention_tpu, memory_others_tpu
 
-_MARGINS = (0.04, 0.6)
-_OF_PRODUCTS = 0.3  # the margin of grouped products, and the weight of a constant; twice that in float32
-_OF_NORMS = 0.12  # the least margin of row norms
-_FEW = 40  # kernels of a kind; for fewer, the margin covers all that are left out
-_FOLDER = Path(__file__).parents[1] / "src/ejkernel/kernels"
+Weights = dict[str, dict[str, float]]
+
+_RESULTS = Path(__file__).parent / "results"
+_SOURCES = Path(__file__).parents[1] / "src/ejkernel"
+_TABLE = _SOURCES / "data/compiled/tpu.json"
 _WEIGHTS = {
-    "pallas_tpu": "flash_attention/pallas_tpu/spilled.py",
-    "splash": "flash_attention/_splash_weights.py",
-    "others": "_spilled.py",
+    "pallas_tpu": "kernels/flash_attention/pallas_tpu/spilled.py",
+    "splash": "kernels/flash_attention/_splash_weights.py",
+    "others": "kernels/_spilled.py",
 }
-_DRAWS: dict[str, tuple[Draws, Callable[[dict[str, Any]], dict[str, Any]]]] = {
-    "pallas_tpu": (memory_tpu.DRAWS, memory_tpu.estimated),
-    "splash": (memory_splash_tpu.DRAWS, lambda one: memory_splash_tpu.estimates(one, one["params"])),
-    "others": (memory_others_tpu.DRAWS, memory_others_tpu.estimated),
-}
-_TABLE = Path(__file__).parents[1] / "src/ejkernel/data/compiled/tpu.json"
+_MARGINS = (0.08, 0.6)
+_OF_NORMS = 0.12  # the least margin of row norms
+_MOST = 8  # sizes of a kind with a weight
+_PRICE = 1e3
+_FEW = 40  # kernels of a kind; for fewer, the margin covers all that are left out
+_COVERED = 0.99  # the share of the kernels left out that a margin covers
 _WHAT = "bytes of intermediate values in kernels compiled by Google's compiler; nothing ran on a TPU"
 _HEAD = '''# SPDX-License-Identifier: Apache-2.0
 """The weights of intermediate values in the estimate of vector memory, by kind of kernel.
@@ -67,190 +62,222 @@ class Kernel(NamedTuple):
     used: int
 
 
-def implementation_of(result: dict[str, Any]) -> str:
-    """Return the implementation of a result: those of `memory_splash_tpu` have a figure by kernel."""
-    if "sizes" in result:
-        return "others"
-    name: str = result.get("implementation") or ("splash" if isinstance(result["estimated"], dict) else "pallas_tpu")
-    return name
+class Fit(NamedTuple):
+    """The weights of a kind of kernel, with its kernels, and estimates over figures of kernels left out of a fit."""
+
+    weights: dict[str, float]
+    margin: float
+    kernels: list[Kernel]
+    left_out: list[float]
 
 
-def kernels(results: Sequence[dict[str, Any]]) -> Iterator[Kernel]:
-    """Yield the compiled kernels of results."""
-    for one in results:
-        if "used" not in one:
-            continue
-        if "sizes" in one:
-            (parts,) = memory_others_tpu.parts_of(one)
-            yield Kernel(parts, one["used"][0] + one.get("kept", (0,))[0])
-            continue
-        if "kv_heads" in one:
-            parts = heuristics_tpu.parts_of(one)
-            yield from map(Kernel, parts, one["used"] if len(parts) == 1 else ())  # the order of several is unknown
-            continue
-        if isinstance(one["used"], dict):
-            yield from _of_splash(one)
-            continue
-        parts = memory_tpu_calls.parts_of({"implementation": "pallas_tpu"} | one)
-        kept = one.get("kept", [0] * len(parts))  # older results are of kernels that have all windows but small ones
-        yield from map(Kernel, parts, map(sum, zip(one["used"], kept, strict=True)))
+def results_of(name: str) -> list[dict[str, Any]]:
+    """Return the compiled results of a committed file."""
+    found: list[dict[str, Any]] = json.loads((_RESULTS / f"{name}.json").read_text())["results"]
+    return [one for one in found if "used" in one]
 
 
-def _of_splash(one: dict[str, Any]) -> Iterator[Kernel]:
-    from ejkernel.kernels.flash_attention.splash import Splash
-
-    call = memory_splash_tpu.call_of(one)
-    params = Splash().params_type(backward=call.backward)(**one["params"])
-    for name, parts in memory_splash_tpu.parts_by_kernel(call, params).items():
-        yield Kernel(parts, one["used"][name] + one.get("kept", {}).get(name, 0))
-
-
-def fitted(found: Sequence[Kernel]) -> dict[str, float]:
-    """Return the weights for kernels of one kind."""
-    from scipy.optimize import linprog  # type: ignore[import-untyped, unused-ignore]
-
-    names = list(found[0].parts.sizes)
-    sizes = 4 * np.array([[one.parts.sizes[name] for name in names] for one in found], float)
-    used = np.array([one.used for one in found], float)
-    spilled = used - np.array([one.parts.known for one in found], float)
-    # the second term prefers few weights where several sizes are equal
-    cost = (sizes / used[:, None]).sum(0) + 1e-3 * sizes.mean(0) / used.mean() + 1e-9
-    solved = linprog(cost, A_ub=-sizes, b_ub=-spilled, bounds=[(0, None)] * len(names), method="highs")
-    return {name: float(weight) for name, weight in zip(names, solved.x, strict=True) if weight > 1e-4}
-
-
-def estimate(one: Kernel, weights: dict[str, float], margin: float = 0.0) -> float:
-    """Return the upper estimate of a kernel."""
-    spilled = 4 * sum(one.parts.sizes[name] * weight for name, weight in weights.items())
-    return float(one.parts.known + spilled * (1 + margin))
-
-
-def left_out(found: Sequence[Kernel]) -> list[tuple[Kernel, dict[str, float]]]:
-    """Return random kernels, each with weights fitted to other kernels."""
-    pairs = []
-    for seed in range(1, 4):
-        order = random.Random(seed).sample(range(len(found)), len(found))
-        for start in range(10):
-            tenth = order[start::10]
-            others = [found[index] for index in order if index not in tenth]
-            if tenth and len(others) > 1:
-                weights = fitted(others)
-                pairs += [(found[index], weights) for index in tenth]
-    return pairs
-
-
-def margin_of(pairs: Sequence[tuple[Kernel, dict[str, float]]], covered: float) -> float:
-    """Return the share of the weighted sum to add to it, to cover that share of the kernels left out."""
-    lacking = sorted(
-        (one.used - one.parts.known) / max(estimate(one, weights) - one.parts.known, 1) - 1 for one, weights in pairs
-    )
-    least, most = _MARGINS
-    return min(max(lacking[int(covered * (len(lacking) - 1))], least), most) if lacking else most
-
-
-def shares(ratios: Sequence[float]) -> str:
-    """Return the distribution of the ratios in words."""
-    within = (f"{sum(1 <= ratio <= most for ratio in ratios) / len(ratios):.0%}" for most in (1.1, 1.2))
-    below = sum(ratio < 1 for ratio in ratios) / len(ratios)
-    return (
-        f"{' and '.join(within)} within 1.1 and 1.2, median {statistics.median(ratios):.3f}, {below:.2%} below 1, the "
-        f"least {min(ratios):.3f}"
-    )
-
-
-def weights_of(what: str) -> dict[str, dict[str, float]]:
-    """Return the weights that the package has; kinds without results keep theirs."""
-    module = _WEIGHTS[what].removesuffix(".py").replace("/", ".")
-    found: dict[str, dict[str, float]] = importlib.import_module(f"ejkernel.kernels.{module}").WEIGHTS
+def kernels() -> dict[str, list[Kernel]]:
+    """Return the committed kernels, by the file of their weights."""
+    found: dict[str, list[Kernel]] = {name: [] for name in _WEIGHTS}
+    for file in ("memory_attention_tpu_listed", "memory_attention_tpu_fitted"):
+        for one in results_of(file):
+            found[one["implementation"]] += _of_result(memory_attention_tpu.parts_of(one), one)
+    for one in results_of("heuristics_tpu"):
+        # the order of two kernels is unknown, and one that takes less than is known has no windows for some arrays
+        pairs = zip(
+            sorted(heuristics_tpu.parts_of(one), key=lambda parts: parts.known), sorted(one["used"]), strict=True
+        )
+        found[one["implementation"]] += [Kernel(parts, used) for parts, used in pairs if used > parts.known]
+    for one in results_of("memory_norms_tpu_fitted"):
+        found["others"] += _of_result([memory_others_tpu.parts_of(one)], one)
+    found["others"] += map(Kernel, *zip(*memory_others_tpu.kernels_of_table(), strict=True))
     return found
 
 
-def merged(results: Sequence[dict[str, Any]], what: str, table: dict[str, dict[str, float]], out: Path) -> None:
-    """Write all results for `what` with the estimates of new weights, and their table."""
-    weights = weights_of(what)
-    weights.clear()
-    weights.update(table)
-    draws, estimated = _DRAWS[what]
-    found = [one | estimated(one) for one in results]
-    seeds = {one["seed"] for one in found}
-    by_hand = " and chosen by hand" if None in seeds else ""
-    names = ", ".join(map(str, sorted(seeds - {None})))
-    about = f"{draws.what}; seeds {names}{by_hand}. The estimate is fitted to these kernels"
-    data = {"what": about, "versions": attention_tpu.versions() | {"device": "compiled"}}
-    lines = ",\n".join(f"    {json.dumps(one)}" for one in found)
-    out.write_text(f'{json.dumps(data, indent=2)[:-2]},\n  "results": [\n{lines}\n  ]\n}}\n')
-    head = f"# {draws.title}\n\n{about}. {json.dumps(data['versions'])}"
-    out.with_suffix(".md").write_text(f"{head}\n\n{draws.table(found)}\n")
+def _of_result(parts: Sequence[Any], one: Mapping[str, Any]) -> Iterator[Kernel]:
+    """Yield the kernels of a result; older ones have no windows in `kept`, and were compiled with all."""
+    kept = one.get("kept", [0] * len(parts))
+    yield from (Kernel(own, used + more) for own, used, more in zip(parts, one["used"], kept, strict=True))
 
 
-def write_table(results: Sequence[dict[str, Any]]) -> None:
-    """Add kernels to the table of compiled ones, and print how far those of one form differ."""
-    tables = json.loads(_TABLE.read_text())
-    by_form: dict[str, list[Kernel]] = {}
-    whole = [one for one in results if "sizes" not in one or memory_others_tpu.has_all_windows(one)]
-    for one in kernels(whole):
-        if one.parts.form:
-            by_form.setdefault(one.parts.form, []).append(one)
-    found = {form: max(one.used - one.parts.known for one in several) for form, several in by_form.items()}
-    above = [(one.parts.known + found[form]) / one.used for form, several in by_form.items() for one in several]
-    furthest = max(above, default=1.0) - 1
-    print(f"{len(above)} kernels of {len(found)} forms; the highest of a form is up to {furthest:.1%} above")
-    tables["bytes"] = dict(sorted((tables["bytes"] | found).items()))
-    for result in results:
-        if result.get("alone") and "used" in result:
-            memory_others_tpu.add_registers(tables["registers"], result)
-    tables |= {"what": _WHAT, "versions": attention_tpu.versions() | {"device": "compiled"}}
-    registers = ",\n".join(
-        f"  {json.dumps(form)}: {json.dumps(row)}" for form, row in sorted(tables.pop("registers").items())
-    )
-    _TABLE.write_text(f'{json.dumps(tables, indent=1)[:-2]},\n "registers": {{\n{registers}\n }}\n}}\n')
+class _Problem(NamedTuple):
+    """The kernels of a kind as arrays: bytes of each size, by name, bytes used, and those that the sizes explain."""
+
+    names: list[str]
+    sizes: Any
+    used: Any
+    spilled: Any
+
+    @classmethod
+    def of(cls, found: Sequence[Kernel]) -> _Problem:
+        """Return the problem of kernels, without sizes that are 0 in all."""
+        names = [name for name in found[0].parts.sizes if any(one.parts.sizes[name] for one in found)]
+        sizes = [[4.0 * one.parts.sizes[name] for name in names] for one in found]
+        used, known = (
+            [float(size) for size in column] for column in zip(*((k.used, k.parts.known) for k in found), strict=True)
+        )
+        return cls(names, np.array(sizes), np.array(used), np.array(used) - np.array(known))
+
+    def solved(self, columns: Sequence[int], rows: Any = slice(None)) -> tuple[Any, float]:
+        """Return the weights of some sizes for some kernels, and their cost: the sum of the estimates over the figures.
+
+        A share of all figures, at a high price, stands for sizes that are missing.
+        """
+        from scipy.optimize import linprog  # type: ignore[import-untyped, unused-ignore]
+
+        used = self.used[rows]
+        sizes = np.column_stack([self.sizes[rows][:, list(columns)], used])
+        # the second term prefers few weights where several sizes are equal
+        cost = (sizes / used[:, None]).sum(0) + 1e-3 * sizes.mean(0) / used.mean() + 1e-9
+        cost[-1] *= _PRICE
+        solved = linprog(
+            cost, A_ub=-sizes, b_ub=-self.spilled[rows], bounds=[(0, None)] * sizes.shape[1], method="highs"
+        )
+        return solved.x, float(solved.fun)
+
+    def left_out(self, columns: Sequence[int]) -> list[tuple[int, float]]:
+        """Return random kernels, each with its spilled bytes by weights that are fitted to other kernels."""
+        pairs: list[tuple[int, float]] = []
+        for seed in range(1, 4):
+            order = np.array(random.Random(seed).sample(range(len(self.used)), len(self.used)))
+            for start in range(min(10, len(order))):
+                tenth, others = order[start::10], np.delete(order, slice(start, None, 10))
+                weights, _ = self.solved(columns, others)
+                pairs += zip(tenth, self.sizes[tenth][:, list(columns)] @ weights[:-1], strict=True)
+        return pairs
+
+    def margin(self, pairs: Sequence[tuple[int, float]]) -> float:
+        """Return the share of the spilled bytes to add to them, to cover most of the kernels left out."""
+        lacking = sorted(self.spilled[index] / max(spilled, 1) - 1 for index, spilled in pairs)
+        covered = _COVERED if len(self.used) >= _FEW else 1.0
+        least, most = _MARGINS
+        return float(min(max(lacking[int(covered * (len(lacking) - 1))], least), most))
+
+    def ratios(self, pairs: Sequence[tuple[int, float]], margin: float) -> list[float]:
+        """Return the estimates of kernels left out over their figures."""
+        return [float(1 + (spilled * (1 + margin) - self.spilled[i]) / self.used[i]) for i, spilled in pairs]
+
+    def chosen(self) -> list[int]:
+        """Return the sizes with the smallest estimates of kernels left out.
+
+        Sizes are added one by one, each the best beside those before. More sizes are closer to the kernels of the fit,
+        but need a larger margin for others.
+        """
+        columns: list[int] = []
+        found: list[tuple[float, list[int]]] = []
+        for _ in range(min(_MOST, len(self.names))):
+            others = [column for column in range(len(self.names)) if column not in columns]
+            columns = [*columns, min(others, key=lambda column: self.solved([*columns, column])[1])]
+            pairs = self.left_out(columns)
+            missing = self.solved(columns)[0][-1] > 1e-9
+            score = statistics.fmean(self.ratios(pairs, self.margin(pairs)))
+            found.append((math.inf if missing else score, columns))
+        return min(found)[1]
 
 
-def fit(found: Iterable[Kernel], covered: float) -> dict[str, dict[str, float]]:
-    """Return the weights of each kind of kernel, and print how good they are."""
+def fit_of(found: Sequence[Kernel]) -> Fit:
+    """Return the weights of a kind of kernel."""
+    problem = _Problem.of(found)
+    columns = problem.chosen()
+    pairs = problem.left_out(columns)
+    margin = problem.margin(pairs)
+    margin = max(margin, _OF_NORMS) if "norm" in found[0].parts.kind else margin
+    # rounded up, so that no estimate of the fit is below the compiler's figure
+    weights = (round(float(weight) * (1 + margin) + 5e-4, 3) for weight in problem.solved(columns)[0])
+    table = {problem.names[column]: weight for column, weight in zip(columns, weights, strict=False)}
+    return Fit(table, margin, list(found), problem.ratios(pairs, margin))
+
+
+def fits(found: Iterable[Kernel]) -> dict[str, Fit]:
+    """Return the weights of each kind of kernel."""
     by_kind: dict[str, list[Kernel]] = {}
     for one in found:
         by_kind.setdefault(one.parts.kind, []).append(one)
-    table, of_fit, of_others = {}, [], []
-    for kind, several in sorted(by_kind.items()):
-        weights, pairs = fitted(several), left_out(several)
-        margin = margin_of(pairs, covered if len(several) >= _FEW else 1.0)
-        if "norm" in kind:
-            margin = max(margin, _OF_NORMS)
-        if kind.startswith("grouped"):
-            # their values are few, or none, so that a share of them says little
-            margin = _OF_PRODUCTS * (2 if "float32" in kind else 1)
-            weights["constant"] = weights.get("constant", 0.0) + margin
-        print(f"{kind}: {len(several)} kernels, margin {margin:.2f}")
-        # rounded up, so that no estimate of the fit is below the compiler's figure
-        table[kind] = {name: round(weight * (1 + margin) + 5e-4, 3) for name, weight in weights.items()}
-        of_fit += [estimate(one, table[kind]) / one.used for one in several]
-        of_others += [estimate(one, weights, margin) / one.used for one, weights in pairs]
-    print(f"{len(of_fit)} kernels of the fit: {shares(of_fit)}")
-    print(f"each left out of the fit: {shares(of_others)}")
-    return table
+    return {kind: fit_of(several) for kind, several in sorted(by_kind.items())}
+
+
+def estimate(one: Kernel, weights: Mapping[str, float]) -> float:
+    """Return the upper estimate of a kernel."""
+    return float(one.parts.known + 4 * sum(one.parts.sizes[name] * weight for name, weight in weights.items()))
+
+
+def shares(ratios: Sequence[float]) -> str:
+    """Return the distribution of ratios as cells of a Markdown table."""
+    within = (f"{sum(1 <= ratio <= most for ratio in ratios) / len(ratios):.0%}" for most in (1.1, 1.2))
+    cells = (f"{min(ratios):.3f}", *within, f"{statistics.median(ratios):.3f}", f"{max(ratios):.2f}")
+    return " | ".join((*cells, f"{sum(ratio < 1 for ratio in ratios) / len(ratios):.1%}"))
+
+
+def rows_of(name: str, found: Mapping[str, Fit]) -> Iterator[str]:
+    """Yield the quality of the weights in a file as rows of a Markdown table."""
+    groups: dict[str, list[Fit]] = {}
+    for kind, fit in found.items():
+        whole = {"paged": "tpu_ragged"}.get(kind.split(",")[0], "row norms") if name == "others" else name
+        groups.setdefault(f"**{whole}**", []).append(fit)
+    for label, several in (groups | {f"{name}: {kind}": [fit] for kind, fit in found.items()}).items():
+        own = [estimate(one, fit.weights) / one.used for fit in several for one in fit.kernels]
+        others = [ratio for fit in several for ratio in fit.left_out]
+        yield f"| {label} | {len(own)} | {shares(own)} | {shares(others)} |"
+
+
+def bytes_of_forms() -> dict[str, int]:
+    """Return the bytes of intermediate values of each form in the listed calls."""
+    found: dict[str, int] = {}
+    for result in results_of("memory_attention_tpu_listed"):
+        for one in _of_result(memory_attention_tpu.parts_of(result), result):
+            found[one.parts.form] = max(
+                one.used - one.parts.known, found.get(one.parts.form, one.used - one.parts.known)
+            )
+    return dict(sorted(found.items()))
+
+
+def written_weights(table: Weights) -> str:
+    """Return a module with these weights, each on a line as `ruff format` leaves it."""
+    lines = []
+    for kind, weights in table.items():
+        lines += [f'    "{kind}": {{', *(f'        "{name}": {weight},' for name, weight in weights.items()), "    },"]
+    return "\n".join([f"{_HEAD}{{", *lines, "}", ""])
+
+
+def add_registers(files: Iterable[Path]) -> None:
+    """Add the registers of listed kernels to the tables."""
+    tables = json.loads(_TABLE.read_text())
+    for result in (one for file in files for one in json.loads(file.read_text())["results"] if "used" in one):
+        memory_others_tpu.add_registers(tables, result)
+    write_tables(tables | {"versions": attention_tpu.versions() | {"device": "compiled"}})
+
+
+def write_tables(tables: dict[str, Any]) -> None:
+    """Write the tables of compiled kernels, one form a line."""
+    text = json.dumps({"what": _WHAT, "versions": tables["versions"]}, indent=1)[:-2]
+    for name in ("bytes", "registers", "tiles"):
+        rows = (f"  {json.dumps(form)}: {json.dumps(row)}" for form, row in sorted(tables[name].items()))
+        text += f',\n "{name}": {{\n' + ",\n".join(rows) + "\n }"
+    _TABLE.write_text(f"{text}\n}}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the table or the weights, and print how good they are."""
+    """Write the table, the weights and how good they are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("table", *_WEIGHTS))
-    parser.add_argument("results", type=Path, nargs="+")
-    parser.add_argument("--covered", type=float, default=0.99, help="the share of the kernels left out to cover")
-    parser.add_argument("--merged", type=Path, help="a JSON file for all results with the new estimates")
+    parser.add_argument("--add", type=Path, nargs="*", default=(), help="results with registers for the tables")
     given = parser.parse_args(arguments)
-    results = []
-    for file in given.results:
-        data = json.loads(file.read_text())
-        results += [{"seed": data.get("seed")} | one for one in data["results"]]
-    if given.what == "table":
-        write_table(results)
-        return
-    results = [one for one in results if implementation_of(one) == given.what]
-    table = weights_of(given.what) | fit(kernels(results), given.covered)
-    (_FOLDER / _WEIGHTS[given.what]).write_text(f"{_HEAD}{json.dumps(table, indent=4)}\n")
-    if given.merged is not None:
-        merged(results, given.what, table, given.merged)
+    if given.add:
+        add_registers(given.add)
+    write_tables(json.loads(_TABLE.read_text()) | {"bytes": bytes_of_forms()})
+    heads = ("least", "within 1.1", "within 1.2", "median", "largest", "below 1")
+    columns = ("kernels", "compiled", *heads, *(f"left out: {head}" for head in heads))
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name, found in kernels().items():
+        table = fits(found)
+        (_SOURCES / _WEIGHTS[name]).write_text(written_weights({kind: fit.weights for kind, fit in table.items()}))
+        lines += rows_of(name, table)
+    head = "# The estimates of vector memory on TPUs, beside the figures that they are fitted to\n\n"
+    about = (
+        "An estimate over the compiler's figure, without the tables; left out: with weights found without the kernel."
+    )
+    text = f"{head}{about} {json.dumps(json.loads(_TABLE.read_text())['versions'])}\n\n"
+    (_RESULTS / "memory_tpu_fit.md").write_text(text + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import jax
 from jax.extend.core import jaxprs_in_params
 
 from ejkernel import compat
+from ejkernel.ops.autotuner.compile.targets import Target
 
 _CALL = re.compile(r'(%[\w.\-]+) = (.*?) custom-call\((.*?)\), custom_call_target="tpu_custom_call"')
 _DEFINED = re.compile(r"^\s*(?:ROOT )?(%[\w.\-]+) = (\w+\[[\d,]*\]\{[^}]*\})", re.MULTILINE)
@@ -37,10 +38,11 @@ class KernelMemory(NamedTuple):
     kept: int
 
 
-def placed(operands: Any, topology: str) -> Any:
-    """Return the types of arrays on the first TPU of a topology."""
-    sharding = compat.executables.tpu_topology_sharding(topology)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), operands)
+def alone(traced: jax.stages.Traced, target: Target) -> jax.stages.Traced:
+    """Return a program with nothing but the kernel of a traced one: it compiles faster."""
+    (kernel,) = _kernels(traced.jaxpr.jaxpr)
+    args = (target.placed(jax.ShapeDtypeStruct(like.aval.shape, like.aval.dtype)) for like in kernel.invars)
+    return jax.jit(lambda *args: kernel.primitive.bind(*args, **kernel.params)).trace(*args)
 
 
 def of_attention(implementation: Any, call: Any, operands: Any, params: Any) -> list[KernelMemory]:
@@ -68,7 +70,7 @@ def of_attention(implementation: Any, call: Any, operands: Any, params: Any) -> 
 def memory_of(traced: jax.stages.Traced) -> list[KernelMemory]:
     """Compile a program, and return the vector memory of its kernels by name."""
     text = str(traced.lower().compile().as_text())
-    mappings = dict(_mappings(traced.jaxpr.jaxpr))
+    mappings = {one.params["name"]: one.params["grid_mapping"] for one in _kernels(traced.jaxpr.jaxpr)}
     types = dict(_DEFINED.findall(text))
     calls = [(name[1:], [*_types(operands, types), *_TYPE.findall(out)]) for name, out, operands in _CALL.findall(text)]
     used = compat.executables.vector_memory(text)
@@ -77,12 +79,12 @@ def memory_of(traced: jax.stages.Traced) -> list[KernelMemory]:
     )
 
 
-def _mappings(jaxpr: Any) -> Iterator[tuple[str, Any]]:
+def _kernels(jaxpr: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call":
-            yield equation.params["name"], equation.params["grid_mapping"]
+            yield equation
         for inner in jaxprs_in_params(equation.params):
-            yield from _mappings(inner)
+            yield from _kernels(inner)
 
 
 def _types(operands: str, types: Mapping[str, str]) -> list[str]:

@@ -9,15 +9,15 @@ import re
 
 import numpy as np
 import pytest
-from benchmarks import attention_choice, attention_drawn, attention_near, gpu_run, grouped_bounds, memory_others_tpu
+from benchmarks import attention_choice, attention_drawn, attention_near, gpu_run, grouped_bounds
 from benchmarks.apart import AnsweringProcess, run_apart
 from benchmarks.attention_cases import case_named, words_of
 from benchmarks.gpu_run import Step
 from benchmarks.grouped_bounds import Rates, bound, tile_rows
 from benchmarks.grouped_matmul import Shape
+from benchmarks.norms_tpu import bytes_in_hbm
 
 from ejkernel import compat
-from ejkernel.kernels._vector_memory import spilled_registers
 from ejkernel.kernels.flash_attention.operation import flash_attention as operation
 from ejkernel.ops.autotuner.compile.targets import Target
 
@@ -199,29 +199,19 @@ def test_a_draw_is_tuned_from_the_heuristic_by_different_changes():
     assert len({one.params.form for one in entries if one.contender == "mosaic_gpu" and one.direction == "bwd"}) == 2
 
 
-# --- memory_others_tpu: the committed results are of its draws, and its list of the table of registers ---
+# --- norms_tpu: the arrays of a kernel in HBM ---
+
+SCHEDULED = """\
+ENTRY %main (x: bf16[16,128]) -> bf16[16,128] {
+  %x = bf16[16,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %copy = bf16[16,128]{1,0:T(8,128)(2,1)S(1)} copy(%x)
+  %both = (bf16[16,128]{1,0:T(8,128)(2,1)}, f32[16]{0:T(128)S(1)}) fusion(%copy, %x), kind=kLoop
+  ROOT %out = bf16[16,128]{1,0:T(8,128)(2,1)} get-tuple-element(%both), index=0
+}
+"""
 
 
-@pytest.mark.parametrize("name", ["memory_others_tpu", "memory_others_tpu_space"])
-def test_the_results_are_of_calls_that_the_seed_draws(name):
-    file = json.loads((gpu_run.ROOT / f"benchmarks/results/{name}.json").read_text())
-    for index, result in enumerate(file["results"][:20]):
-        case = json.loads(json.dumps(memory_others_tpu.drawn(file["seed"], index)))
-        assert {key: case[key] for key in ("chip", "kind", "sizes")} == {
-            key: result[key] for key in ("chip", "kind", "sizes")
-        }
-
-
-def test_registers_of_a_listed_kernel_are_those_of_the_table():
-    case = memory_others_tpu._alone("v5e", "bfloat16", 8, 4, 32, 512)
-    tables = {}
-    memory_others_tpu.add_registers(tables, case | {"used": [10_895_360]})
-    ((form, row),) = tables.items()
-    assert row == {"32": {"512": 996}}
-    assert spilled_registers()[form]["32"]["512"] == 996
-
-
-def test_tiles_drawn_for_the_fit_fit_in_memory():
-    case = memory_others_tpu.drawn(231, 10)
-    implementation, call = memory_others_tpu.described(case)
-    assert implementation.doubt(call, memory_others_tpu._params_of(case)) is None
+def test_arrays_in_vector_memory_do_not_count_as_reads_and_writes():
+    found = dict(bytes_in_hbm(SCHEDULED))
+    assert found["copy"] == 16 * 128 * 2
+    assert found["both"] == 2 * 16 * 128 * 2

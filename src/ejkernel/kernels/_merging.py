@@ -36,7 +36,7 @@ class Merging:
     @classmethod
     def of(cls, array: Any, count: int) -> Merging:
         """Return the merging of the first `count` axes that fits an array or its type."""
-        mesh = compat.explicit_mesh([_aval(array)])
+        mesh = compat.tracing.explicit_mesh([_aval(array)])
         return cls(sizes=tuple(array.shape[:count]), mesh=mesh, axes=explicit_axes(array)[:count])
 
     @property
@@ -105,9 +105,9 @@ def _spec(entries: Sequence[Any]) -> jax.sharding.PartitionSpec:
 def explicit_axes(array: Any, *, least: int = 1) -> tuple[tuple[str, ...], ...]:
     """Return the explicit mesh axes over which each axis of an array or type is sharded; those of `least` devices."""
     aval = _aval(array)
-    mesh = compat.explicit_mesh([aval])
+    mesh = compat.tracing.explicit_mesh([aval])
     rank = len(getattr(array, "shape", ()))
-    entries = (*(() if mesh is None else compat.spec_of(aval)), *[None] * rank)[:rank]
+    entries = (*(() if mesh is None else compat.partitioning.spec_of(aval)), *[None] * rank)[:rank]
     return tuple(tuple(name for name in mesh_axes(entry) if mesh.shape[name] >= least) for entry in entries)
 
 

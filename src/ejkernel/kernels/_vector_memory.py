@@ -109,6 +109,15 @@ def spilled_registers() -> dict[str, dict[str, dict[str, int]]]:
     return found
 
 
+def spilled_registers_of_tiles() -> dict[str, dict[str, list[int | None]]]:
+    """Return the registers that kernels of `megablox` keep in memory, by chip, dtype and kind, and by tile.
+
+    A tile that the compiler refuses has `None`.
+    """
+    found: dict[str, dict[str, list[int | None]]] = _tables()["tiles"]
+    return found
+
+
 @functools.cache
 def _tables() -> dict[str, Any]:
     file = resources.files("ejkernel") / "data" / "compiled" / "tpu.json"

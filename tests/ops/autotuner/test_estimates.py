@@ -141,6 +141,13 @@ def test_a_copy_beside_the_kernels_counts_if_it_takes_longer():
     assert cycles_of(PROGRAM, {"fusion.1": 100}, bytes_per_cycle=10.0) == 400 + 7 * 100
 
 
+def test_slices_that_are_copied_side_by_side_are_an_array_without_a_kernel():
+    joined = "%copy-done = f32[1000]{0:T(64)S(1)} copy-done(%copy-start)"
+    array = '%joined = f32[1000]{0:T(64)S(1)} custom-call(%copy-done), custom_call_target="ConcatBitcast"'
+    program = PROGRAM.replace(joined, f"{joined}\n  {array}")
+    assert cycles_of(program, {"fusion.1": 100}, bytes_per_cycle=1000.0) == 100 + 7 * 100
+
+
 @pytest.mark.parametrize(
     ("before", "after", "says"),
     [

@@ -55,7 +55,7 @@ class Hopper:
         """
         (stage, part), (start, width) = at, span
         rows = (stage * left.shape[1] + part) * left.shape[2], stage * math.prod(right.shape[1:-1]) + start
-        started: jax.Array = compat.start_product(left, right, rows, (left.shape[2], width), used)
+        started: jax.Array = compat.products.start_product(left, right, rows, (left.shape[2], width), used)
         return started
 
     def finish_products(self, *, pending: int) -> None:

@@ -89,7 +89,7 @@ def _reordered(tree: Tree, order: Sequence[int], axis: int) -> Tree:
             return x.reshape(shape).take(np.asarray(order), axis=at).reshape(x.shape)
         pieces = x.reshape(shape)
         # over explicit mesh axes JAX must be told that the result has the sharding of the pieces
-        where = None if compat.explicit_mesh([jax.typeof(pieces)]) is None else jax.typeof(pieces).sharding
+        where = None if compat.tracing.explicit_mesh([jax.typeof(pieces)]) is None else jax.typeof(pieces).sharding
         return pieces.at[(*[slice(None)] * at, np.asarray(order))].get(out_sharding=where).reshape(x.shape)
 
     found: Tree = jax.tree.map(reordered, tree)

@@ -14,35 +14,22 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import compat
-from ejkernel.kernels._spilled import WEIGHTS
 from ejkernel.kernels._varying import one_by_one
-from ejkernel.kernels._vector_memory import (
-    LANES,
-    WIDE_UNITS,
-    Need,
-    Parts,
-    form_of,
-    limit_of,
-    memory_of,
-    memory_to_pass,
-    untuned_of,
-    up,
-    with_chips,
-)
+from ejkernel.kernels._vector_memory import LANES, Need, limit_of, memory_of, memory_to_pass, untuned_of, up
 from ejkernel.ops.config.published import Facts, PublishedTable
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.messages.names import NamedFields
 from ejkernel.ops.utils.values.signature import is_known
 
+from . import _megablox_memory
+from ._megablox_memory import Tile
 from .common import PREACTIVATIONS, GroupedMatmulCall, Groups, activated, own_rows, row_spans, without_rest
 
 _DTYPES = ("bfloat16", "float32")
 _MOST_TILES = 4096  # tiles of rows: the kernels locate them by a histogram in float32, which is wrong for 5000
 _ROWS = 16  # the granularity of tiles; that of columns is `LANES`
 _COLUMNS = (128, 256, 512, 1024)
-_ON_V4 = 1.8  # times as many values as of the few kernels in the fit
-_WHOLE = 512  # some intermediates grow only up to this size of the axis that a product sums over
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,23 +95,21 @@ class _Megablox(Implementation[GroupedMatmulCall]):
 
     def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> Need:
         """Return the bytes of vector memory."""
-        return self.parts_of(call, params).need(WEIGHTS)
+        tile, known = self.tile_of(call, params)
+        return _megablox_memory.need(tile, known, call.device_fingerprint or "", (call.dtype, call.out_dtype))
 
-    def parts_of(self, call: GroupedMatmulCall, params: MegabloxParams) -> Parts:
-        """Return the memory of a product: two tiles of each operand and result, an accumulator, and intermediates.
+    def tile_of(self, call: GroupedMatmulCall, params: MegabloxParams) -> tuple[Tile, int]:
+        """Return the tile of a product, and the bytes of two tiles of each operand and result, and of an accumulator.
 
-        With a single tile of k, the compiler keeps the accumulator in registers, and a part of it in memory.
+        With a single tile of k, the compiler keeps the accumulator in registers.
         """
         m, (k, n) = params.block_m, (up(size) for size in _blocks(call, params))
         operands, out = (jnp.dtype(dtype).itemsize for dtype in (call.dtype, call.out_dtype))
         right = _rows(call, params, call.transpose_rhs) * (k if call.transpose_rhs else n)
-        windows, is_single = 2 * (operands * (m * k + right) + out * m * n), params.block_k >= call.inner
-        words = ["single"] * is_single + ["transposed"] * call.transpose_rhs
-        words += ["rest"] * (not is_single and call.inner % params.block_k > 0)
-        known = windows if is_single else windows + 4 * m * n
-        sizes = {"sums": m * n, "left": m * k, "products": m * n * min(k, _WHOLE) // _WHOLE}
-        sizes |= {"left again": m * k * (n > _unit(call)), "long left": m * max(0, k - _WHOLE)}
-        return _parts(f"product{', single' * is_single}", call, (m, k, n), known, sizes, *words)
+        windows = 2 * (operands * (m * k + right) + out * m * n)
+        if params.block_k >= call.inner:
+            return Tile("single", m, k, n), windows
+        return Tile("product", m, k, n, call.inner % params.block_k), windows + 4 * m * n
 
     def heuristic(self, call: GroupedMatmulCall) -> MegabloxParams:
         """Return the largest tiles that surely fit, if possible with at most the usual number of rows per group."""
@@ -170,9 +155,9 @@ class MegabloxActivation(_Megablox):
             call, lambda matrix: _product(call, lhs, matrix, groups, params, "float32"), rhs, groups, gate, row_scale
         )
 
-    def parts_of(self, call: GroupedMatmulCall, params: MegabloxParams) -> Parts:
-        """Return the memory of a product with a float32 result."""
-        return super().parts_of(dataclasses.replace(call, out_dtype="float32"), params)
+    def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> Need:
+        """Return the bytes of vector memory of a product with a float32 result."""
+        return super().memory(dataclasses.replace(call, out_dtype="float32"), params)
 
 
 class MegabloxWgrad(_Megablox):
@@ -196,29 +181,11 @@ class MegabloxWgrad(_Megablox):
 
         return one_by_one(compute, *args), ()
 
-    def parts_of(self, call: GroupedMatmulCall, params: MegabloxParams) -> Parts:
-        """Return the memory of its tiles: two of each operand and result, an accumulator, and masked operands."""
+    def tile_of(self, call: GroupedMatmulCall, params: MegabloxParams) -> tuple[Tile, int]:
+        """Return the tile, and the bytes of two tiles of each operand and result, and of an accumulator."""
         m, (k, n) = params.block_m, (up(size) for size in _blocks(call, params))
         operands, out = (jnp.dtype(dtype).itemsize for dtype in (call.dtype, call.out_dtype))
-        least = 2 * operands * m * (k + n) + (2 * out + 4) * _rows(call, params) * n
-        sizes = {"left": m * k, "right": m * n, "sums": k * n, "products": k * n * min(m, _WHOLE) // _WHOLE}
-        sizes |= {"left again": m * k * (n > _unit(call)), "long left": max(0, m - 2 * LANES) * k}
-        return _parts("weights", call, (m, k, n), least, sizes)
-
-
-def _unit(call: GroupedMatmulCall) -> int:
-    """Return the columns of the matrix unit: the compiler keeps a left operand for products of more columns."""
-    return 2 * LANES if call.device_fingerprint in WIDE_UNITS else LANES
-
-
-def _parts(
-    name: str, call: GroupedMatmulCall, tile: tuple[int, int, int], known: int, sizes: dict[str, int], *words: str
-) -> Parts:
-    """Return the memory of a kernel with these known bytes, and numbers of values that may be spilled."""
-    form = form_of(call, f"grouped {name.split(',')[0]}", f"{call.dtype} to {call.out_dtype}", f"tile {tile}", *words)
-    kind, sizes = f"grouped {name}, {call.dtype}", sizes | {"constant": LANES * LANES}
-    parts = Parts(known, known, kind, with_chips(call, sizes), form)
-    return parts.times(_ON_V4) if call.device_fingerprint == "tpu:tpu_v4" else parts
+        return Tile("weights", m, k, n), 2 * operands * m * (k + n) + (2 * out + 4) * _rows(call, params) * n
 
 
 def _product(

@@ -24,7 +24,7 @@ _NAME: Final = re.compile(r"%([\w.\-]+)")
 _NOISE: Final = re.compile(r", (metadata|sharding|backend_config|origin)=\{.*")  # the last attributes
 # Without a kernel: they name, group or rename values.
 _FREE: Final = frozenset({"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all"})
-_FREE_CALLS: Final = ("AllocateBuffer", "AssumeGatherIndicesInBound")
+_FREE_CALLS: Final = ("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ def _cycles(lowered: Any, target: Target, own: Path) -> float:
     compiled = compiled_and_simulated(lowered, own)
     rate = (target.number_named("memory_bandwidth") or 0.0) / (target.number_named("clock_rate_ghz") or 1.0) / 1e9
     try:
-        cycles = cycles_of(compiled.as_text(), _profiles(own), rate)
+        cycles = cycles_of(compiled.as_text(), profiles(own), rate)
     except CandidateError as error:
         raise CandidateError(f"not estimated: {error}") from error
     if cycles <= 0:
@@ -147,7 +147,7 @@ def _prepared(folder: str) -> Path:
     return own
 
 
-def _profiles(folder: Path) -> dict[str, int]:
+def profiles(folder: Path) -> dict[str, int]:
     """Return the estimated cycles in the simulator's files, by instruction."""
     found = {}
     for file in folder.glob("*.textproto"):

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks of vector memory on TPUs: the tables and weights in the package are those of the committed figures."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+
+import pytest
+from benchmarks import memory_attention_tpu, memory_others_tpu, memory_tpu_fit
+from benchmarks.drawn_tpu import ratios
+
+from ejkernel.kernels._vector_memory import compiled, spilled_registers, spilled_registers_of_tiles
+
+DRAWN = {
+    "memory_attention_tpu": memory_attention_tpu,
+    "memory_attention_tpu_space": memory_attention_tpu,
+    "memory_others_tpu": memory_others_tpu,
+    "memory_others_tpu_space": memory_others_tpu,
+}
+
+
+@functools.cache
+def drawn_file(name):
+    return json.loads((memory_tpu_fit._RESULTS / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_the_results_are_of_calls_that_the_seed_draws(name):
+    file = drawn_file(name)
+    for index, result in enumerate(file["results"][:10]):
+        case = json.loads(json.dumps(DRAWN[name].drawn(file["seed"], index)))
+        assert {key: case[key] for key in case if key not in ("estimated", "least", "in table", "params")}.items() <= (
+            result.items()
+        )
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_no_estimate_is_below_the_figure_of_a_drawn_kernel(name):
+    for result in drawn_file(name)["results"]:
+        today = result | DRAWN[name].estimated(result)
+        assert all(ratio >= 1 for ratio in ratios(today, with_kept=True)), result
+
+
+def test_a_ratio_is_of_the_figure_alone_or_with_the_missing_windows():
+    result = {"estimated": [120, 50], "used": [100, 50], "kept": [20, 0]}
+    assert ratios(result) == [1.2, 1.0]
+    assert ratios(result, with_kept=True) == [1.0, 1.0]
+    assert ratios({"estimated": [120], "error": "no memory"}) == []
+
+
+def committed_weights(name):
+    module = memory_tpu_fit._WEIGHTS[name].removesuffix(".py").replace("/", ".")
+    return importlib.import_module(f"ejkernel.{module}").WEIGHTS
+
+
+@functools.cache
+def kernels_by_kind(name):
+    found = {}
+    for one in memory_tpu_fit.kernels()[name]:
+        found.setdefault(one.parts.kind, []).append(one)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", memory_tpu_fit._WEIGHTS)
+def test_no_estimate_is_below_a_committed_figure(name):
+    weights = committed_weights(name)
+    assert weights.keys() == kernels_by_kind(name).keys()
+    for kind, several in kernels_by_kind(name).items():
+        assert all(memory_tpu_fit.estimate(one, weights[kind]) >= one.used for one in several)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind"), [("pallas_tpu", "keys, strips"), ("splash", "fused, float32"), ("others", "rms norm, forward")]
+)
+def test_the_weights_of_a_kind_are_fitted_to_its_figures(name, kind):
+    assert memory_tpu_fit.fit_of(kernels_by_kind(name)[kind]).weights == committed_weights(name)[kind]
+
+
+@pytest.mark.whole
+@pytest.mark.slow
+@pytest.mark.parametrize("name", memory_tpu_fit._WEIGHTS)
+def test_the_weights_are_those_of_the_committed_figures(name):
+    found = memory_tpu_fit.fits(memory_tpu_fit.kernels()[name])
+    table = {kind: fit.weights for kind, fit in found.items()}
+    path = memory_tpu_fit._SOURCES / memory_tpu_fit._WEIGHTS[name]
+    assert path.read_text() == memory_tpu_fit.written_weights(table)
+
+
+def test_the_table_of_forms_is_that_of_the_listed_calls():
+    assert memory_tpu_fit.bytes_of_forms() == compiled()
+
+
+def test_the_table_of_tiles_has_all_listed_products():
+    found = {}
+    for case in memory_others_tpu._listed():
+        if case["kind"] != "tpu_ragged":
+            memory_others_tpu.add_registers({"tiles": found}, case | {"used": [0]})
+    assert {form: row.keys() for form, row in found.items()} == {
+        form: row.keys() for form, row in spilled_registers_of_tiles().items()
+    }
+    missing = {form for form, rows in spilled_registers_of_tiles().items() for row in rows.values() if None in row}
+    assert missing == {"tpu:tpu_v4, bfloat16, product", "tpu:tpu_v4, bfloat16, weights"}  # 1,024 cubed, in 16 MiB
+
+
+def test_registers_of_a_listed_kernel_are_those_of_the_table():
+    case = memory_others_tpu._alone("v5e", "bfloat16", 8, 4, 32, 512)
+    tables = {"registers": {}}
+    memory_others_tpu.add_registers(tables, case | {"used": [10_895_360]})
+    ((form, row),) = tables["registers"].items()
+    assert row == {"32": {"512": 996}}
+    assert spilled_registers()[form]["32"]["512"] == 996
