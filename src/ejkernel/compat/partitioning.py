@@ -283,7 +283,8 @@ class _Empty:
         """Return the arrays of all arguments, given the others, and the shardings of all where these are shards."""
         remaining, mesh = iter(others), AbstractMesh(tuple((sizes or {}).values()), tuple(sizes or {}))
         found = []
-        for aval, is_empty, spec in itertools.zip_longest(self.types, self.is_empty, specs, fillvalue=PartitionSpec()):
+        every: Any = itertools.zip_longest(self.types, self.is_empty, specs, fillvalue=PartitionSpec())
+        for aval, is_empty, spec in every:
             shape = NamedSharding(mesh, spec).shard_shape(aval.shape) if is_empty else ()
             with jax.sharding.use_abstract_mesh(_NO_MESH):  # see `on_one_device`
                 found.append(jax.numpy.zeros(shape, aval.dtype) if is_empty else next(remaining))
