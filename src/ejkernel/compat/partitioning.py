@@ -261,6 +261,48 @@ class Kept(NamedTuple):
     span: Span | None
 
 
+class _Empty:
+    """The arguments without elements inside a partly manual mesh: each shard makes its own.
+
+    XLA aborts the process if an operation with custom partitioning has such an operand there.
+
+    Args:
+        types: The types of all arguments.
+        is_partly_manual: Whether the mesh is.
+    """
+
+    def __init__(self, types: Sequence[Any], *, is_partly_manual: bool) -> None:
+        self.types = types
+        self.is_empty = [is_partly_manual and 0 in aval.shape for aval in types]
+
+    def others(self, of_arguments: Sequence[Any]) -> list[Any]:
+        """Return the entries of the other arguments."""
+        return [entry for entry, is_empty in zip(of_arguments, self.is_empty, strict=True) if not is_empty]
+
+    def filled(self, others: Sequence[Any], specs: Sequence[Any] = (), sizes: Mapping[str, int] | None = None) -> Any:
+        """Return the arrays of all arguments, given the others, and the shardings of all where these are shards."""
+        remaining, mesh = iter(others), AbstractMesh(tuple((sizes or {}).values()), tuple(sizes or {}))
+        found = []
+        every: Any = itertools.zip_longest(self.types, self.is_empty, specs, fillvalue=PartitionSpec())
+        for aval, is_empty, spec in every:
+            shape = NamedSharding(mesh, spec).shard_shape(aval.shape) if is_empty else ()
+            with jax.sharding.use_abstract_mesh(_NO_MESH):  # see `on_one_device`
+                found.append(jax.numpy.zeros(shape, aval.dtype) if is_empty else next(remaining))
+        return found
+
+    def splitting(self, asked: Splitting) -> Splitting:
+        """Return the splitting of an operation with the other arguments."""
+
+        def of_others(mesh: Mapping[str, int], specs: list[PartitionSpec]) -> AskedToSplit:
+            given, count = iter(specs), len(self.types) - sum(self.is_empty)
+            every = [PartitionSpec() if is_empty else next(given) for is_empty in self.is_empty]
+            found = asked(mesh, [*every, *specs[count:]])
+            part = lambda *arrays: found.part(*self.filled(arrays, found.operand_specs, mesh))  # noqa: E731
+            return AskedToSplit(self.others(found.operand_specs), found.result_specs, part)
+
+        return of_others
+
+
 def lower_to_be_split(
     ctx: Any,
     whole: Callable[..., Any],
@@ -281,6 +323,9 @@ def lower_to_be_split(
     """
     from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 
+    empty = _Empty(ctx.avals_in, is_partly_manual=meshes[0].everything is not None)
+    asked, values, axes = empty.splitting(asked), tuple(empty.others(values)), (empty.others(axes[0]), axes[1])
+
     def partition(_: Mesh, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
         with _keeping_errors():
             mesh, specs = _read([array.sharding for array in (*arguments, *results)], meshes)
@@ -294,13 +339,13 @@ def lower_to_be_split(
         return mesh.everything or mesh.auto, found.part, *placed
 
     # without varying types, which the part does not have; `summed` adds the missing sums afterwards
-    plain = [_core.ShapedArray(aval.shape, aval.dtype) for aval in (*ctx.avals_in, *ctx.avals_out)]
-    arguments = plain[: len(ctx.avals_in)]
+    plain = [_core.ShapedArray(aval.shape, aval.dtype) for aval in (*empty.others(ctx.avals_in), *ctx.avals_out)]
+    arguments = plain[: len(values)]
     span = span_of_number((meshes[0].everything or meshes[0].auto).size)
     setattr(partition, _KEPT, Kept(asked, meshes, arguments, tuple(ctx.module_context.platforms), span))
     rule = SdyShardingRule(*[tuple(ArrayMapping(*names) for names in arrays) for arrays in axes])
     # around the whole call: an implementation alone would have no batching rule and no derivative
-    split: Any = custom_partitioning(lambda *arrays: tuple(whole(*arrays)))
+    split: Any = custom_partitioning(lambda *arrays: tuple(whole(*empty.filled(arrays))))
     split.def_partition(partition, infer_sharding_from_operands=None, decode_shardings=False, sharding_rule=rule)
     # The rule of `custom_partitioning` takes devices and names from the context and does not support manual axes.
     mesh = meshes[0].auto
@@ -309,7 +354,7 @@ def lower_to_be_split(
             axis_context=_sharding_impls.ShardingContext(mesh.size, tuple(mesh.devices.flat), mesh.abstract_mesh)
         ),
         avals_in=arguments,
-        avals_out=plain[len(ctx.avals_in) :],
+        avals_out=plain[len(values) :],
     )
     return mlir.lower_fun(split, multiple_results=True)(inner, *values)
 

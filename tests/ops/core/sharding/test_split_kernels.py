@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.cli.files import calls_in_file
-from ejkernel.modules import grouped_matmul, rms_norm
+from ejkernel.modules import grouped_matmul, paged_attention, paged_plan, rms_norm
 from ejkernel.ops import (
     Kernel,
     OfflineWarning,
@@ -464,3 +464,40 @@ def test_16_bit_gradients_are_added_up_inside_a_partly_manual_mesh():
         found = jax.jit(inside)(*placed((x, P("a", "b")), (weight, P()), mesh=mesh))
     expected = gradient_of_weight(x, weight)
     np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), atol=0.1)
+
+
+MIXED = (AxisType.Explicit, AxisType.Auto)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "types", [(AxisType.Auto,) * 2, (AxisType.Explicit,) * 2, MIXED], ids=["auto", "explicit", "mixed"]
+)
+@pytest.mark.parametrize("inner", [0, 16])
+def test_arrays_without_rows_are_split(types, inner):
+    """XLA aborted the process where some axes of the mesh are explicit and others automatic."""
+    mesh, kernel = jax.make_mesh((2, 4), ("a", "b"), axis_types=types), Product()
+    function = lambda x, y: (kernel(x, y), gradient(kernel)(x, y))  # noqa: E731
+    x, y = random(0, inner), random(inner, 8)
+    with jax.set_mesh(mesh):
+        arrays = placed((x, P("a")), (y, P()), mesh=mesh)
+        found = jax.jit(function)(*arrays)
+        assert discover(function, *arrays)
+    jax.tree.map(np.testing.assert_array_equal, found, function(x, y))
+
+
+@pytest.mark.slow
+def test_a_plan_of_pages_without_elements_is_split_beside_automatic_axes():
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=MIXED)
+    args = random(3, 8, 8), random(6, 4, 2, 2, 8), jnp.arange(4).reshape(2, 2), jnp.array([0, 1, 2]), jnp.array([3, 7])
+
+    def attend(q, pages, table, offsets, lengths):
+        shape = {"heads": 8, "kv_heads": 2, "page_size": 4, "tokens": 3, "pages": 6}
+        plan = paged_plan(offsets, lengths, page_table=table, **shape)
+        assert any(0 in array.shape for array in jax.tree.leaves(plan))
+        return paged_attention(q, pages, table, offsets, lengths, plan=plan)
+
+    with jax.set_mesh(mesh):
+        specs = P(None, "a"), P(None, None, "a"), P(), P(), P()
+        found = jax.jit(attend)(*placed(*zip(args, specs, strict=True), mesh=mesh))
+    close(found, attend(*args))

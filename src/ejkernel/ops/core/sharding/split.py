@@ -263,8 +263,8 @@ class _Deciding:
 
     def _dividing(self, name: str, axes: Sequence[str]) -> Axes:
         """Return the longest prefix of `axes` over which an axis can be sharded."""
-        taken, length = tuple(axes), self.lengths[name]
-        most = self.most.get(name, length)
+        taken = tuple(axes)
+        most = self.most.get(name, self.shapes.size(taken))
         while taken and (not self._divides(taken, name) or self.shapes.size(taken) > most):
             taken = taken[:-1]
         return taken
