@@ -187,7 +187,7 @@ def _lower_auto(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
         _warn_once(call.node.spec.kernel.op_id, reason)
         return None
     if meshes[0].everything is not None and all(0 in aval.shape for aval in ctx.avals_in):
-        return None  # see `compat.lower_to_be_split`; there is nothing to split
+        return None  # see `compat.partitioning.lower_to_be_split`; there is nothing to split
     shapes = _shapes(call.node, found, ctx.avals_in, ctx.avals_out, {})
 
     # XLA calls this during compilation, when the shardings are known; `compat` may call it earlier, to find the shards.
