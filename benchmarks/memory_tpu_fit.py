@@ -38,7 +38,7 @@ _WEIGHTS = {
     "others": "kernels/_spilled.py",
 }
 _MARGINS = (0.08, 0.6)
-_OF_NORMS = 0.12  # the least margin of row norms
+_OF_NORMS = 0.3  # the least margin of row norms
 _MOST = 8  # sizes of a kind with a weight
 _PRICE = 1e3
 _FEW = 40  # kernels of a kind; for fewer, the margin covers all that are left out

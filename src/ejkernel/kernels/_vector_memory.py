@@ -97,7 +97,7 @@ def compiled() -> dict[str, int]:
     """Return the table of compiled kernels: the bytes of intermediate values in kernels of common calls, by form.
 
     They are negative if the compiler keeps some known bytes in registers. Written by `python -m
-    benchmarks.memory_tpu_fit table`.
+    benchmarks.memory_tpu_fit`.
     """
     found: dict[str, int] = _tables()["bytes"]
     return found

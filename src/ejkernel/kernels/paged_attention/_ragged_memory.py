@@ -23,6 +23,7 @@ PACKING = {"float32": 1, "bfloat16": 2}  # elements in 32 bits, by supported dty
 _OTHER_PROGRAMS = 1.02  # kernels of one form may take this much more, e.g. with a window
 _SOFT_CAP, _BETWEEN = 1.05, 1.1
 _PARTIAL = 1.12  # queries that fill tiles partly
+_BEYOND = 1.3  # times as many values as by the weights, which are fitted to the smaller blocks of the table
 _SPARE = 4  # registers
 
 Cells = dict[tuple[int, int], int]  # registers by queries and keys of a block
@@ -42,7 +43,7 @@ def memory(call: PagedCall, params: Any) -> Need:
     parts = parts_of(call, params)
     registers = _interpolated(_cells(form_of_heads(call)), *block_of(call, params))
     if registers is None:
-        return parts.need(WEIGHTS)
+        return parts.times(_BEYOND).need(WEIGHTS)
     is_partial = params.block_queries > 8 and params.block_queries % 8 > 0
     margin = _OTHER_PROGRAMS if is_listed(call, params) else _PARTIAL if is_partial else _BETWEEN
     margin = margin if call.soft_cap is None else max(margin, _SOFT_CAP)
