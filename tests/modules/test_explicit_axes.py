@@ -187,6 +187,17 @@ def test_dropout_does_not_depend_on_the_sharding_of_batch_axes():
         flash_attention(query, query, query, **options)
 
 
+@pytest.mark.parametrize(("batch", "spec"), [((8, 2), ("a", "b")), ((1, 8), (None, "a")), ((8, 1), ("a", "b"))])
+def test_dropout_runs_where_shards_keep_the_order_of_examples(batch, spec):
+    mesh = jax.make_mesh((8, 1), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    query, options = normal(*batch, 8, 4, 8), {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
+    with jax.set_mesh(mesh):
+        array = jax.device_put(query, NamedSharding(mesh, P(*spec)))
+        found = flash_attention(array, array, array, **options)
+        assert jax.typeof(found) == jax.typeof(array)
+    np.testing.assert_allclose(found, flash_attention(query, query, query, **options), atol=1e-5)
+
+
 def test_shardings_that_jax_rejects_in_a_call_are_errors_with_advice():
     x, weight = placed(normal(4, 8, 6), None, None, "a"), normal(4, 6)
     with pytest.raises(ArgumentError, match=r"rms_norm: JAX rejects the shardings .*use jax\.sharding\.reshard"):

@@ -41,8 +41,14 @@ class Merging:
 
     @property
     def is_reordered(self) -> bool:
-        """Whether the order of the merged axis depends on the sharding."""
+        """Whether each device merges its own part."""
         return any(self.axes[1:])
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether the merged axis has the order that it has without sharding."""
+        shards, own = self._parts()[::2], self._parts()[1::2]
+        return not any(count > 1 and math.prod(own[:axis]) != 1 for axis, count in enumerate(shards))
 
     def merge(self, name: str, array: Any) -> Any:
         """Return an array with the axes merged.
