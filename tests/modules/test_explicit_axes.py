@@ -143,6 +143,24 @@ def test_new_tokens_are_written_to_a_cache_whose_heads_are_over_explicit_axes():
     np.testing.assert_array_equal(found, expected)
 
 
+SINGLE = {name: ("b",) for name in ("k", "v", "page_table", "query_offsets", "kv_lengths")}
+
+
+@pytest.mark.parametrize("changed", [SINGLE, {"kv_pages": ("b",)}, HEADS | {"kv_pages": (None, "b", "a")}])
+def test_caches_are_written_in_place_over_axes_of_one_device(changed):
+    expected, mesh = append_to_pages(**batch()), jax.make_mesh((8, 1), ("c", "b"), axis_types=(AxisType.Explicit,) * 2)
+    expected, pages = copy_pages(expected, jnp.array([1]), jnp.array([3])), [jnp.array([1]), jnp.array([3])]
+    specs = {name: [axis if axis == "b" else None for axis in spec] for name, spec in changed.items()}
+    with jax.set_mesh(mesh):
+        given = {name: jax.device_put(x, NamedSharding(mesh, P(*specs.get(name, ())))) for name, x in batch().items()}
+        places = [shard.data.unsafe_buffer_pointer() for shard in given["kv_pages"].addressable_shards]
+        kind = jax.typeof(given["kv_pages"])
+        found = copy_pages(append_to_pages(**given), *(jax.device_put(x, NamedSharding(mesh, P("b"))) for x in pages))
+    assert jax.typeof(found) == kind
+    assert places == [shard.data.unsafe_buffer_pointer() for shard in found.addressable_shards]
+    np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

@@ -117,5 +117,14 @@ def explicit_axes(array: Any, *, least: int = 1) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(name for name in mesh_axes(entry) if mesh.shape[name] >= least) for entry in entries)
 
 
+def without_single_shards(array: Any) -> Any:
+    """Return an array that is not sharded over explicit mesh axes of one device; its elements stay where they are."""
+    axes = explicit_axes(array, least=2)
+    if axes == explicit_axes(array):
+        return array
+    mesh = compat.tracing.explicit_mesh([_aval(array)])
+    return jax.sharding.reshard(array, jax.sharding.NamedSharding(mesh, _spec(axes)))
+
+
 def _aval(array: Any) -> Any:
     return jax.typeof(array) if isinstance(array, jax.Array) else array
