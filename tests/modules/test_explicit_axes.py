@@ -143,7 +143,7 @@ def test_new_tokens_are_written_to_a_cache_whose_heads_are_over_explicit_axes():
     np.testing.assert_array_equal(found, expected)
 
 
-SINGLE = {name: ("b",) for name in ("k", "v", "page_table", "query_offsets", "kv_lengths")}
+SINGLE = dict.fromkeys(("k", "v", "page_table", "query_offsets", "kv_lengths"), ("b",))
 
 
 @pytest.mark.parametrize("changed", [SINGLE, {"kv_pages": ("b",)}, HEADS | {"kv_pages": (None, "b", "a")}])
