@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -279,6 +280,14 @@ def test_all_benchmarks_can_be_imported():
 def test_a_picture_is_of_the_figures_beside_it(picture):
     figures = picture.with_suffix(".json").read_bytes()
     assert hashlib.sha256(figures).hexdigest() in picture.read_text(encoding="utf-8")
+
+
+def test_a_document_or_program_names_each_results_file():
+    folders = ("benchmarks", "docs", "examples", "scripts", "src", "tests")
+    files = [file for name in folders for ending in ("md", "py") for file in (ROOT / name).rglob(f"*.{ending}")]
+    words = set(re.findall(r"[\w.]*\w", " ".join(file.read_text(encoding="utf-8") for file in files)))
+    named = words | {Path(word).stem for word in words}  # with its ending, or without it by a script
+    assert [file.name for file in sorted(PICTURES[0].parent.iterdir()) if file.stem not in named] == []
 
 
 # --- the path of a first call ---

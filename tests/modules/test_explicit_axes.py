@@ -143,6 +143,24 @@ def test_new_tokens_are_written_to_a_cache_whose_heads_are_over_explicit_axes():
     np.testing.assert_array_equal(found, expected)
 
 
+SINGLE = dict.fromkeys(("k", "v", "page_table", "query_offsets", "kv_lengths"), ("b",))
+
+
+@pytest.mark.parametrize("changed", [SINGLE, {"kv_pages": ("b",)}, HEADS | {"kv_pages": (None, "b", "a")}])
+def test_caches_are_written_in_place_over_axes_of_one_device(changed):
+    expected, mesh = append_to_pages(**batch()), jax.make_mesh((8, 1), ("c", "b"), axis_types=(AxisType.Explicit,) * 2)
+    expected, pages = copy_pages(expected, jnp.array([1]), jnp.array([3])), [jnp.array([1]), jnp.array([3])]
+    specs = {name: [axis if axis == "b" else None for axis in spec] for name, spec in changed.items()}
+    with jax.set_mesh(mesh):
+        given = {name: jax.device_put(x, NamedSharding(mesh, P(*specs.get(name, ())))) for name, x in batch().items()}
+        places = [shard.data.unsafe_buffer_pointer() for shard in given["kv_pages"].addressable_shards]
+        kind = jax.typeof(given["kv_pages"])
+        found = copy_pages(append_to_pages(**given), *(jax.device_put(x, NamedSharding(mesh, P("b"))) for x in pages))
+    assert jax.typeof(found) == kind
+    assert places == [shard.data.unsafe_buffer_pointer() for shard in found.addressable_shards]
+    np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -185,6 +203,17 @@ def test_dropout_does_not_depend_on_the_sharding_of_batch_axes():
     query, options = placed(normal(4, 4, 8, 4, 8), None, "b"), {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
     with pytest.raises(ArgumentError, match="dropout_rate must be 0 where batch axes after the first are sharded"):
         flash_attention(query, query, query, **options)
+
+
+@pytest.mark.parametrize(("batch", "spec"), [((8, 2), ("a", "b")), ((1, 8), (None, "a")), ((8, 1), ("a", "b"))])
+def test_dropout_runs_where_shards_keep_the_order_of_examples(batch, spec):
+    mesh = jax.make_mesh((8, 1), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    query, options = normal(*batch, 8, 4, 8), {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
+    with jax.set_mesh(mesh):
+        array = jax.device_put(query, NamedSharding(mesh, P(*spec)))
+        found = flash_attention(array, array, array, **options)
+        assert jax.typeof(found) == jax.typeof(array)
+    np.testing.assert_allclose(found, flash_attention(query, query, query, **options), atol=1e-5)
 
 
 def test_shardings_that_jax_rejects_in_a_call_are_errors_with_advice():

@@ -120,7 +120,7 @@ def test_operators_say_what_to_use(use, text):
         use(jnp.ones((8, 8)), quantize(jnp.ones((8, 8))))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", 3, "int8", None.__class__])
+@pytest.mark.parametrize("dtype", ["bf16", 3, "int8", None.__class__, jnp.ones(3)])
 def test_a_wrong_dtype_of_dequantize_is_named(dtype):
     made = quantize(jnp.ones((8, 8)))
     with pytest.raises(ArgumentError, match=r"^dtype must be a floating-point dtype, e.g. 'bfloat16'; got"):

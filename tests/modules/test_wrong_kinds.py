@@ -15,6 +15,9 @@ from ejkernel.ops.errors import EjkernelError
 
 X, W, SCALE = jnp.ones((16, 128)), jnp.ones((128, 256)), jnp.ones(128)
 QUERY, MATRICES, SIZES = jnp.ones((2, 8, 4, 32)), jnp.ones((2, 128, 64)), jnp.array([8, 8])
+QUERIES, TOKENS, TABLE = jnp.ones((4, 4, 8)), jnp.ones((4, 2, 8)), jnp.arange(4).reshape(2, 2)
+OFFSETS, LENGTHS, PAGE = jnp.array([0, 2, 4]), jnp.array([5, 2]), jnp.array([1])
+PAGES = np.ones((8, 4, 2, 2, 8), np.float32)  # of NumPy: writing donates an array of JAX
 CALLS = {
     "flash_attention": (QUERY, QUERY, QUERY),
     "rms_norm": (X, SCALE),
@@ -25,6 +28,15 @@ CALLS = {
     "quantize": (X,),
     "quantized_dense": (X, W),
     "quantized_grouped_dense": (X, MATRICES, SIZES),
+    "quantized_matmul": (modules.quantize(X), modules.quantize(W, axis=0)),
+    "quantize_both": (W,),
+    "grouped_matmul_wgrad": (X, X, SIZES),
+    "paged_attention": (QUERIES, PAGES, TABLE, OFFSETS, LENGTHS),
+    "append_to_pages": (PAGES, TOKENS, TOKENS, TABLE, OFFSETS, LENGTHS),
+    "copy_pages": (PAGES, PAGE, PAGE),
+    "ragged_paged_attention": (QUERIES, TOKENS, TOKENS, PAGES, LENGTHS, TABLE, OFFSETS, jnp.array([0, 0, 2])),
+    "to_zigzag": (QUERY, 2),
+    "from_zigzag": (QUERY, 2),
 }
 OTHERS = [
     np.ones(3),
@@ -68,8 +80,8 @@ def test_arguments_of_another_kind_are_errors_of_ejkernel(name):
     others = [None, "text", {}, *OTHERS, jax.ShapeDtypeStruct(X.shape, X.dtype)]
     found = {
         f"{index}: {other!r}": text
-        for index in range(len(args))
-        for other in others
+        for index, arg in enumerate(args)
+        for other in [*others, jax.eval_shape(lambda arg=arg: arg)]
         if (text := fault(name, (*args[:index], other, *args[index + 1 :]), {}))
     }
     assert found == {}

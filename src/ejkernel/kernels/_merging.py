@@ -41,8 +41,14 @@ class Merging:
 
     @property
     def is_reordered(self) -> bool:
-        """Whether the order of the merged axis depends on the sharding."""
+        """Whether each device merges its own part."""
         return any(self.axes[1:])
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether the merged axis has the order that it has without sharding."""
+        shards, own = self._parts()[::2], self._parts()[1::2]
+        return not any(count > 1 and math.prod(own[:axis]) != 1 for axis, count in enumerate(shards))
 
     def merge(self, name: str, array: Any) -> Any:
         """Return an array with the axes merged.
@@ -109,6 +115,15 @@ def explicit_axes(array: Any, *, least: int = 1) -> tuple[tuple[str, ...], ...]:
     rank = len(getattr(array, "shape", ()))
     entries = (*(() if mesh is None else compat.partitioning.spec_of(aval)), *[None] * rank)[:rank]
     return tuple(tuple(name for name in mesh_axes(entry) if mesh.shape[name] >= least) for entry in entries)
+
+
+def without_single_shards(array: Any) -> Any:
+    """Return an array that is not sharded over explicit mesh axes of one device; its elements stay where they are."""
+    axes = explicit_axes(array, least=2)
+    if axes == explicit_axes(array):
+        return array
+    mesh = compat.tracing.explicit_mesh([_aval(array)])
+    return jax.sharding.reshard(array, jax.sharding.NamedSharding(mesh, _spec(axes)))
 
 
 def _aval(array: Any) -> Any:

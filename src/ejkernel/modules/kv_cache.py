@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels._numbers import is_integer
-from ejkernel.kernels._options import int32
+from ejkernel.kernels._options import check_values, int32
 from ejkernel.kernels.paged_attention import _arguments as arguments
 from ejkernel.kernels.paged_attention import cache
 from ejkernel.ops.errors import ArgumentError, EjkernelError
@@ -67,6 +67,7 @@ def append_to_pages(
     arguments.check_pages(kv_pages)
     arguments.check_batch(page_table, query_offsets, kv_lengths)
     arguments.check_new_tokens(k, v, kv_pages)
+    check_values(kv_pages=kv_pages, k=k, v=v, page_table=page_table, query_offsets=query_offsets, kv_lengths=kv_lengths)
     arguments.check_batch_values(query_offsets, kv_lengths, k.shape[0])
     arguments.warn_of_rounding(k, v, kv_pages, k_scale, v_scale)
     scales = tuple(
@@ -97,6 +98,7 @@ def copy_pages(kv_pages: Pages, sources: Int[Array, " copies"], targets: Int[Arr
     """
     arguments.check_pages(kv_pages)
     arguments.check_copies(sources, targets)
+    check_values(kv_pages=kv_pages, sources=sources, targets=targets)
     arguments.check_whole_pages(kv_pages)
     found: jax.Array = cache.copy(kv_pages, int32(sources), int32(targets))
     return found

@@ -171,6 +171,7 @@ def quantized_grouped_dense(
     if is_array(block) or block not in (None, BLOCK):
         raise ArgumentError(f"block must be {BLOCK} or None; got {block!r}.")
     check_sizes(group_sizes, rhs.shape[0])
+    check_values(group_sizes=group_sizes)
     layer = _blocked_groups if block else _grouped
     return layer(recipe, _of_floats("lhs", lhs), _of_floats("rhs", rhs), jnp.asarray(group_sizes))
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ejkernel.kernels._options import canonical_flag, positive, type_text
+from ejkernel.kernels._options import canonical_flag, check_values, positive, type_text
 from ejkernel.kernels.paged_attention import _arguments as arguments
 from ejkernel.ops.core.types import Flag, Number
 from ejkernel.ops.errors import ArgumentError
@@ -93,6 +93,10 @@ def ragged_paged_attention(  # noqa: PLR0917 - the order of the kernels for TPUs
         if not is_array(array) or len(array.shape) != 3:
             rest = ", or pass update_kv_cache=False if the cache has them" * (name != "queries")
             raise ArgumentError(f"{name} must be an array [tokens, heads, head_dim]; got {type_text(array)}{rest}.")
+    check_values(keys=keys, values=values, distribution=distribution)
+    check_values(kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens)
+    for array in kv_cache if isinstance(kv_cache, tuple | list) else [kv_cache]:
+        check_values(kv_cache=array)
     kv_pages = _joined(kv_cache)
     head_dim, padded = queries.shape[-1], kv_pages.shape[-1]
     window = _window(python_numbers(sliding_window, Takes.NUMBERS))

@@ -33,7 +33,7 @@ def batch_of(query: Any, key: Any, value: Any, dropout_rate: Any) -> Merging:
             got = tuple(x.shape) if is_array(x) else type(x).__name__
             raise ArgumentError(f"{name} must have query's batch axes, {batch}, and three more; got {got}.")
     found = Merging.of(query, count)
-    if found.is_reordered:
+    if not found.keeps_order:
         _check_no_dropout(dropout_rate)
     return found
 

@@ -71,6 +71,8 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 def _reordered(tree: Tree, order: Sequence[int], axis: int) -> Tree:
     """Return arrays with the pieces of one axis in another order."""
+    if not is_integer(axis):
+        raise ArgumentError(f"axis must be an int, the axis of the sequence in each array; got {given_text(axis)}.")
 
     def reordered(x: Any) -> Any:
         if not isinstance(x, np.ndarray | jax.Array) or not -x.ndim <= axis < x.ndim:

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._merging import without_single_shards
 from ejkernel.kernels._varying import unify_varying
 
 from .common import as_bits, from_bits, sorted_before
@@ -68,5 +70,17 @@ def _written(kv_pages: jax.Array, at: tuple[jax.Array, ...], new: jax.Array) -> 
     return from_bits(as_bits(kv_pages).at[at].set(as_bits(new), mode="drop"), kv_pages.dtype)
 
 
-append = jax.jit(appended, donate_argnums=0)
-copy = jax.jit(copied, donate_argnums=0)
+def _in_place(write: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Return the function of a donated cache; JAX refuses some writes of arrays over mesh axes of one device."""
+
+    def written(kv_pages: jax.Array, *others: Any) -> jax.Array:
+        given = jax.tree.map(without_single_shards, (kv_pages, *others))
+        found = write(*given)
+        return found if given[0] is kv_pages else jax.sharding.reshard(found, jax.typeof(kv_pages).sharding)
+
+    written.__name__ = write.__name__
+    return jax.jit(written, donate_argnums=0)
+
+
+append = _in_place(appended)
+copy = _in_place(copied)

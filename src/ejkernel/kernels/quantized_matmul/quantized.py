@@ -377,7 +377,7 @@ def quantized_operand(name: str, array: Any, scale: Any = None) -> tuple[Any, An
 
 def _is_floating(dtype: Any) -> bool:
     try:
-        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+        return not is_array(dtype) and bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
     except TypeError:
         return False
 

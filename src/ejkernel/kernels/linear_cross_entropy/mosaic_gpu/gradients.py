@@ -97,7 +97,7 @@ class HeadGradients:
         return made._replace(x=made.x[: rows.own]), jax.tree.map(lambda y: y[: rows.own], statistics)
 
     def _exponentials(self, rows: Rows) -> _Relative:
-        """Return exponentials of which all sums are in range."""
+        """Return exponentials with sums in range."""
         head, axes = self.head, self.head.call.vocab_axis
 
         def run(relative_to: jax.Array) -> _Relative:
