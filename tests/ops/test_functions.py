@@ -187,6 +187,7 @@ def test_functions_of_any_signature_can_be_tuned():
 
 FORMS = {
     "values": {"space": {"rows": [1, 2, 4]}},
+    "keys": {"space": {"rows": {1: "one", 2: "two", 4: "four"}.keys()}},
     "constraints": {"space": {"rows": [1, 2, 3, 4]}, "constraints": lambda rows: rows != 3},
     "values by shape": {"space": {"rows": lambda inv: [n for n in (1, 2, 3, 4) if inv.args[0].shape[0] % n == 0]}},
     "ConfigSpace": {"space": ConfigSpace({"rows": [1, 2, 4]})},

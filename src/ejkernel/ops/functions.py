@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import numpy as np
@@ -383,7 +383,7 @@ class _Declared:
         return [entry for entry in listed if _agree(entry, fixed)] or [base]
 
     def _values(self, name: str, values: object, base: Config) -> Sequence[Any]:
-        if isinstance(values, str | Set | Mapping) or not isinstance(values, Iterable):
+        if isinstance(values, str | set | frozenset | Mapping) or not isinstance(values, Iterable):
             raise KernelError(f"{self.called}: space[{name!r}] must be a sequence of values, got {values!r}.")
         if isinstance(values, range):  # not listed: it may have millions of values
             return values or ([base[name]] if name in base else [])

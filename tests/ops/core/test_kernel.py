@@ -324,6 +324,17 @@ class Saves(Kernel[int, jax.Array]):
         return (2 * cotangents[0].astype(x.dtype),)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Checked:
+    """Outputs of a class that reads the shape of its field."""
+
+    out: object
+
+    def __post_init__(self):
+        assert self.out.ndim < 3
+
+
 @pytest.mark.parametrize(
     ("form", "given"),
     [
@@ -331,6 +342,7 @@ class Saves(Kernel[int, jax.Array]):
         (lambda out: out[:2], r"float32\[2\]"),
         (lambda out: (out,), r"\(float32\[4\],\)"),
         (lambda out: (out, out), r"\(float32\[4\], float32\[4\]\)"),
+        (Checked, r"CustomNode\(Checked\[\(\)\], \[float32\[4\]\]\)"),
     ],
 )
 @pytest.mark.parametrize("transform", [jax.grad, lambda f: jax.vmap(jax.grad(f))])
