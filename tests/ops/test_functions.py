@@ -552,6 +552,18 @@ def test_forward_and_backward_have_separate_spaces():
     }
 
 
+def test_constraints_see_the_heuristic_s_values_of_the_other_direction_rather_than_the_defaults():
+    kernel = made(
+        lambda x, *, rows=2, cols=8: told_apart(x * 1.0, 100 * rows + cols),
+        name="constrained",
+        space={"rows": [4, 16]},
+        bwd_space={"cols": [8, 16]},
+        constraints=lambda rows, cols: rows * cols >= 64,
+        heuristic=lambda inv: {"rows": 16},
+    )
+    assert directions(kernel)["bwd"] == [{"rows": 16, "cols": 8}, {"rows": 16, "cols": 16}]
+
+
 def test_a_backward_with_its_own_heuristic_does_not_follow_its_forward():
     forward, backward = discover(jax.value_and_grad(lambda x: directed(x).sum()), X)
     chain = ConfigSelectorChain()
