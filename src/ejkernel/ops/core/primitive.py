@@ -7,7 +7,6 @@ the overlay in force, and only calls that really run are lowered. See docs/desig
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -177,9 +176,11 @@ def _traced_over(mesh: Any, call: Call, avals: Sequence[HasType]) -> Types:
     """Trace a call on arrays that are sharded over the explicit axes of a mesh."""
     may_split = overrides(call.node.spec.kernel, "sharding_rule")
     if not may_split:
-        # The kernel gets whole arrays if JAX rejects shards.
-        with contextlib.suppress(compat.partitioning.ShardingTypeError):
+        try:
             return _traced(call, avals)
+        except Exception as error:
+            if not compat.partitioning.rejects_shardings(error):  # otherwise the kernel gets whole arrays
+                raise
     # JAX rejects some operations on arrays sharded over explicit axes, such as `dynamic_update_slice`. So trace with
     # whole arrays, and then add the shardings of the split to the result types.
     with jax.sharding.use_abstract_mesh(mesh):
@@ -274,7 +275,9 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
         out = lower_split(ctx, values, splitting, gathered=gathered)
         try:
             return _lower_here(ctx, *values, call=call, platform=platforms[0]) if out is None else out
-        except compat.partitioning.ShardingTypeError:
+        except Exception as error:
+            if not compat.partitioning.rejects_shardings(error):
+                raise
             # From a gradient rule, which is traced only now: the types of its results came from the arguments.
             if (out := lower_split(ctx, values, splitting, gathered=True)) is None:
                 raise

@@ -139,7 +139,7 @@ def _raise_if_of_shardings(called: str, error: Exception) -> None:
     """
     from ejkernel import compat  # imports JAX, which commands start without
 
-    if isinstance(error, compat.partitioning.ShardingTypeError):
+    if compat.partitioning.rejects_shardings(error):
         why = str(error).partition(". ")[0].rstrip(".")
         raise ArgumentError(
             f"{called}: JAX rejects the shardings of these arrays over explicit mesh axes ({why}); use "
