@@ -91,3 +91,10 @@ def test_another_handler_stays_and_runs_once():
     finally:
         signal.signal(signal.SIGINT, before)
     assert seen == ["other"]
+
+
+def test_a_collection_of_another_thread_delays_nothing():
+    thread = threading.Thread(target=interrupts._note_collection, args=("start", {}))
+    thread.start()
+    thread.join()
+    assert not interrupts._is_lost(None)

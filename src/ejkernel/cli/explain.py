@@ -50,7 +50,7 @@ _USUAL = frozenset(
         "its forward call has no measured configuration either",
     }
 )
-#: Operations that run as another one.
+#: Functions for losses per token, and the operation that each runs.
 PER_TOKEN = {"token_log_probs": "linear_cross_entropy"}
 _NAMES = (
     "token_log_probs runs as linear_cross_entropy; linear_cross_entropy_gradients is that loss together with its "

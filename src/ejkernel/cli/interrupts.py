@@ -18,7 +18,7 @@ from typing import Any, Final
 
 _DELAY: Final = 0.02  # seconds
 _IMPORTS: Final = "<frozen importlib._bootstrap_external>"
-_phase = ["stop"]  # of the latest garbage collection
+_phase = ["stop"]  # of the main thread's latest garbage collection
 
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -55,7 +55,8 @@ def none_lost() -> Iterator[None]:
 
 def _note_collection(phase: str, info: dict[str, int]) -> None:
     del info
-    _phase[0] = phase
+    if threading.get_ident() == threading.main_thread().ident:  # handlers of signals run in the main thread
+        _phase[0] = phase
 
 
 def _is_lost(frame: FrameType | None) -> bool:
