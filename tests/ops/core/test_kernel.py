@@ -354,6 +354,25 @@ def test_outputs_with_and_without_residuals_have_the_same_types(form, given, tra
     np.testing.assert_array_equal(jax.grad(lambda x: Saves("saves")(x).sum())(jnp.ones(4)), 2 * jnp.ones(4))
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class WithFunction:
+    """Outputs with a static value that is new in each trace."""
+
+    out: object
+    function: object = dataclasses.field(metadata={"static": True})
+
+
+def test_outputs_of_a_kernel_that_keeps_residuals_may_have_new_static_values():
+    kernel = ops.tune(
+        lambda x, *, rows=1: WithFunction(jnp.sin(x), lambda y: y),
+        space={"rows": [1]},
+        name="new_static_values",
+        keeps_residuals=True,
+    )
+    np.testing.assert_allclose(jax.grad(lambda x: kernel(x).out.sum())(jnp.ones(3)), np.cos(np.ones(3)), 1e-6)
+
+
 @pytest.mark.parametrize(("there", "missing"), [("fwd_with_residuals", "vjp"), ("vjp", "fwd_with_residuals")])
 def test_half_a_residual_form_is_an_error(executor, there, missing):
     kernel = type("Half", (Times,), {there: lambda self, *args, cfg: None})()
