@@ -200,6 +200,19 @@ def test_lines_that_steps_print_appear_once_for_each_build(bench):
     assert "left out 18 lines that the steps printed; their printing is part of the times" in err
 
 
+def test_unfinished_lines_and_lines_before_an_error_are_counted(capsys):
+    def step():
+        print("first\nsecond", end="")
+        print(", still the second")
+        print("third", end="")
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError), builds.prints_left_out():
+        step()
+    out, err = capsys.readouterr()
+    assert (out, err[:22]) == ("", "left out 3 lines that ")
+
+
 def test_a_program_whose_configurations_are_the_heuristic_s_runs_once(bench, folder):
     inv = Invocation(kernel=folder.benched, args=(jnp.ones((4, 4)),))
     PersistentCache("empty").put(inv.key, folder.benched.heuristic_cfg(inv))

@@ -204,7 +204,7 @@ def test_list_takes_the_start_of_an_operation(capsys):
     names = {line.split()[0] for line in out.splitlines()[1:]}
     assert (status, names) == (0, {f"quantized_grouped_{name}" for name in ("activation", "matmul", "wgrad")})
     assert "token_log_probs" not in err
-    _, out, err = run(capsys, "list", "token_log_probs", "--json")
+    _, out, err = run(capsys, "list", "token_log", "--json")
     names = {each["operation"] for each in json.loads(out)["implementations"]}
     assert names == {"linear_cross_entropy", "linear_cross_entropy_gradients"}
     published = json.loads(run(capsys, "list", "paged", "--target", "tpu_v6e", "--json")[1])["published"]

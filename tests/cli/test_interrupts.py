@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import signal
 import threading
+import weakref
 
 import pytest
 
@@ -40,6 +41,17 @@ def in_a_collection():
         gc.callbacks.remove(press)
 
 
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+
+def in_a_callback_of_a_weak_reference():
+    reference = weakref.ref(Cycle(), lambda _: signal.raise_signal(signal.SIGINT))
+    gc.collect()
+    assert reference() is None
+
+
 def in_a_finalizer():
     Finalized()
 
@@ -53,7 +65,7 @@ def in_an_import():
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals reach the main thread")
-@pytest.mark.parametrize("press", [in_a_collection, in_a_finalizer, in_an_import])
+@pytest.mark.parametrize("press", [in_a_collection, in_a_callback_of_a_weak_reference, in_a_finalizer, in_an_import])
 def test_ctrl_c_is_delivered_after_code_that_drops_its_exception(press):
     before = signal.getsignal(signal.SIGINT)
     reached = []
@@ -79,3 +91,10 @@ def test_another_handler_stays_and_runs_once():
     finally:
         signal.signal(signal.SIGINT, before)
     assert seen == ["other"]
+
+
+def test_a_collection_of_another_thread_delays_nothing():
+    thread = threading.Thread(target=interrupts._note_collection, args=("start", {}))
+    thread.start()
+    thread.join()
+    assert not interrupts._is_lost(None)

@@ -26,7 +26,7 @@ from ejkernel.modules import (
     rms_norm,
     to_zigzag,
 )
-from ejkernel.ops import ArgumentError
+from ejkernel.ops import ArgumentError, Kernel
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")]
 # one axis that is not the first, and two, of which the first has two entries on each device
@@ -216,7 +216,19 @@ def test_dropout_runs_where_shards_keep_the_order_of_examples(batch, spec):
     np.testing.assert_allclose(found, flash_attention(query, query, query, **options), atol=1e-5)
 
 
+class Calls(Kernel):
+    """A kernel without a sharding rule that calls an operation."""
+
+    def run(self, x, weight, *, cfg):
+        return rms_norm(x, weight, axis=(0, 2))
+
+    def heuristic_cfg(self, inv):
+        return ()
+
+
 def test_shardings_that_jax_rejects_in_a_call_are_errors_with_advice():
     x, weight = placed(normal(4, 8, 6), None, None, "a"), normal(4, 6)
     with pytest.raises(ArgumentError, match=r"rms_norm: JAX rejects the shardings .*use jax\.sharding\.reshard"):
         rms_norm(x, weight, axis=(0, 2))
+    # A kernel without a sharding rule gets whole arrays instead.
+    np.testing.assert_allclose(Calls("calls")(x, weight), rms_norm(normal(4, 8, 6), weight, axis=(0, 2)), 1e-6)

@@ -40,6 +40,7 @@ SWITCHES = {
     "dtype promotion": lambda: jax.numpy_dtype_promotion("strict"),
     "64 bits": lambda: jax.enable_x64(True),
     "leaks": jax.checking_leaks,
+    "checks": lambda: jax.enable_checks(True),
     "dtype promotion in 64 bits": strict_64_bits,
 }
 BLOCKS = FlashAttentionConfig(

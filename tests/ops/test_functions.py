@@ -187,6 +187,7 @@ def test_functions_of_any_signature_can_be_tuned():
 
 FORMS = {
     "values": {"space": {"rows": [1, 2, 4]}},
+    "keys": {"space": {"rows": {1: "one", 2: "two", 4: "four"}.keys()}},
     "constraints": {"space": {"rows": [1, 2, 3, 4]}, "constraints": lambda rows: rows != 3},
     "values by shape": {"space": {"rows": lambda inv: [n for n in (1, 2, 3, 4) if inv.args[0].shape[0] % n == 0]}},
     "ConfigSpace": {"space": ConfigSpace({"rows": [1, 2, 4]})},
@@ -549,6 +550,18 @@ def test_forward_and_backward_have_separate_spaces():
         "fwd": [{"rows": 1, "cols": 8}, {"rows": 2, "cols": 8}],
         "bwd": [{"rows": 2, "cols": 8}, {"rows": 2, "cols": 16}],
     }
+
+
+def test_constraints_see_the_heuristic_s_values_of_the_other_direction_rather_than_the_defaults():
+    kernel = made(
+        lambda x, *, rows=2, cols=8: told_apart(x * 1.0, 100 * rows + cols),
+        name="constrained",
+        space={"rows": [4, 16]},
+        bwd_space={"cols": [8, 16]},
+        constraints=lambda rows, cols: rows * cols >= 64,
+        heuristic=lambda inv: {"rows": 16},
+    )
+    assert directions(kernel)["bwd"] == [{"rows": 16, "cols": 8}, {"rows": 16, "cols": 16}]
 
 
 def test_a_backward_with_its_own_heuristic_does_not_follow_its_forward():

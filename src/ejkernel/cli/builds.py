@@ -223,10 +223,13 @@ class _Lines(io.TextIOBase):
 
     def __init__(self) -> None:
         self.count = 0
+        self._has_ended = True
 
     def write(self, text: str) -> int:
-        """Count the lines of a text."""
-        self.count += text.count("\n")
+        """Count the lines that a text begins."""
+        for line in text.splitlines(keepends=True):
+            self.count += self._has_ended
+            self._has_ended = line.endswith("\n")
         return len(text)
 
 
@@ -239,8 +242,9 @@ def prints_left_out() -> Iterator[None]:
             yield
         finally:
             jax.effects_barrier()  # a step does not wait for its callbacks
-    if lines.count:
-        say(f"left out {counted(lines.count, 'line')} that the steps printed; their printing is part of the times")
+            if lines.count:
+                printed = counted(lines.count, "line")
+                say(f"left out {printed} that the steps printed; their printing is part of the times")
 
 
 def of_mapping(builds: Sequence[Build]) -> str:

@@ -163,7 +163,7 @@ def tune(**options: Any) -> int:
 
     A configuration that wins by itself may slow the whole step, above all on CPUs. At the end, the step therefore runs
     without and with the new configurations, and those that slow it are not kept. Random arrays stand in for types. This
-    may take a quarter of the time of the searches, but at least a minute; with --time, what they leave of it.
+    may take a quarter of the time of the searches, but at least a minute; with --time, the rest of that time.
     --check-step runs the step in other cases, too: if it has side effects, more than 1 GiB of random arrays, or takes
     long, and on a GPU.
 

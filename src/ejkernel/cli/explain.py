@@ -50,7 +50,7 @@ _USUAL = frozenset(
         "its forward call has no measured configuration either",
     }
 )
-#: Operations that run as another one.
+#: Functions for losses per token, and the operation that each runs.
 PER_TOKEN = {"token_log_probs": "linear_cross_entropy"}
 _NAMES = (
     "token_log_probs runs as linear_cross_entropy; linear_cross_entropy_gradients is that loss together with its "
@@ -221,12 +221,13 @@ def run_list(imports: Sequence[str], prefix: str = "", *, as_json: bool, device:
     rows = implementations_on(aim)
     import_named(imports)
     rows += [row for op, kernel in _kernels(ours=False) if imports for row in _rows_of(op, kernel, aim)]
-    known = {name.partition("@")[0]: None for name, *_ in rows}
-    rows = [row for row in rows if row[0].startswith(PER_TOKEN.get(prefix, prefix))]
+    known = sorted({name.partition("@")[0] for name, *_ in rows} | set(PER_TOKEN))
+    starts = (prefix, *(other for name, other in PER_TOKEN.items() if name.startswith(prefix)))
+    rows = [row for row in rows if row[0].startswith(starts)]
     if not rows:
         raise ConfigError(f"no operation starts with {prefix!r}{_nearest(prefix, known)}")
-    ours = {name for name, *_ in rows}
-    published = [each for each in _published_on(aim) if each[0] in ours]
+    shown = {name for name, *_ in rows}
+    published = [each for each in _published_on(aim) if each[0] in shown]
     if as_json:
         found = [
             {"operation": name, "implementation": implementation, "runs_here": not reason, "reason": reason or None}
@@ -244,14 +245,14 @@ def run_list(imports: Sequence[str], prefix: str = "", *, as_json: bool, device:
     click.echo(report.table(("operation", "implementation", runs, "why not"), cells))
     for op, name, source, count in published:
         click.echo(f"{op}, {name}: {counted(count, 'configuration')} published in {source}")
-    if ours & set(PER_TOKEN.values()):
+    if shown & set(PER_TOKEN.values()):
         click.echo(report.wrapped(_NAMES), err=True)
 
 
 def _nearest(prefix: str, known: Iterable[str]) -> str:
     """Return the end of an error about an unknown operation."""
     found = did_you_mean(prefix.partition("@")[0], known)
-    return found if found != "." else f"; the operations are {', '.join(sorted(known))}."
+    return found if found != "." else f"; the operations are {', '.join(known)}."
 
 
 def _in_brief(implementation: str, reason: str, device: str) -> str:

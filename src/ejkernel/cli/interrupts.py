@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Delivers Ctrl-C where Python or an extension would drop the exception of its handler.
 
-JAX runs a Python function at each garbage collection: Python prints an exception there and goes on. An extension module
-turns an exception during its import into an `ImportError`, some after a traceback. There Ctrl-C is delivered a moment
-later.
+A garbage collection runs Python functions: JAX's, finalizers, and callbacks of weak references. Python prints an
+exception there and goes on. An extension module turns an exception during its import into an `ImportError`, some after
+a traceback. There Ctrl-C is delivered a moment later.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Final
 
 _DELAY: Final = 0.02  # seconds
 _IMPORTS: Final = "<frozen importlib._bootstrap_external>"
+_phase = ["stop"]  # of the main thread's latest garbage collection
 
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -43,15 +44,25 @@ def none_lost() -> Iterator[None]:
         return
     handler = delivered(signal.default_int_handler)
     signal.signal(signal.SIGINT, handler)
+    gc.callbacks.append(_note_collection)
     try:
         yield
     finally:
+        gc.callbacks.remove(_note_collection)
         if signal.getsignal(signal.SIGINT) is handler:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _note_collection(phase: str, info: dict[str, int]) -> None:
+    del info
+    if threading.get_ident() == threading.main_thread().ident:  # handlers of signals run in the main thread
+        _phase[0] = phase
+
+
 def _is_lost(frame: FrameType | None) -> bool:
-    """Return whether an exception in a frame, or in one that it calls, does not reach the command."""
+    """Return whether an exception that is raised in this frame is lost before it reaches the command."""
+    if _phase[0] == "start":  # the frame of a weak reference's callback looks like any other
+        return True
     callbacks = [getattr(callback, "__code__", None) for callback in gc.callbacks]
     while frame is not None:
         code = frame.f_code

@@ -25,8 +25,11 @@ _compiler: Any = compiler
 _sharding_impls: Any = sharding_impls
 _MOST_ORDERS = 64  # orders of prime factors to try; a number with many factors has more
 _NO_MESH = AbstractMesh((), ())
-# What JAX raises for an operation that does not say how its result is sharded over explicit axes.
-ShardingTypeError: Any = _core.ShardingTypeError
+
+
+def rejects_shardings(error: BaseException) -> bool:
+    """Return whether an error, or its cause, is JAX's about an operation on arrays sharded over explicit axes."""
+    return isinstance(error, _core.ShardingTypeError) or isinstance(error.__cause__, _core.ShardingTypeError)
 
 
 def explicit_sizes(mesh: Any) -> dict[str, int]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-_UNIT = 16  # bytes in which instructions count addresses of shared memory
+_UNIT = 16  # bytes: the unit of addresses of shared memory in instructions
 _ROW = 128 // _UNIT  # units of a row
 _INSTRUCTION = 32  # numbers of a row that an instruction takes
 # The upper half of a matrix descriptor: a swizzle of 128 bytes, and the units from 8 rows to the next 8. The lower half
@@ -26,8 +26,8 @@ def start_product(left: Any, right: Any, at: tuple[Any, Any], shape: tuple[int, 
 
     Args:
         left, right: Shared memory, `[..., 128]`, as `_hopper.launch.tiled` returns it.
-        at: The first row of either, counted over all axes but the last; a multiple of 8.
-        shape: How many rows of either: 64, and a multiple of 8.
+        at: The first row of each, counted over all axes but the last; a multiple of 8.
+        shape: The number of rows of each: 64, and a multiple of 8.
         used: How many numbers of a row may differ from zero. An instruction for 32 others is skipped. `None`: all 128.
     """
     from jax.experimental.mosaic import gpu

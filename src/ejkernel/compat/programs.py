@@ -80,7 +80,7 @@ def program_under_way(ctx: Any = None, answers: Answers | None = None) -> Iterat
     """Make the target of the program under way available to the functions below, inside a `with` block.
 
     Args:
-        ctx: The context of a lowering rule; `None` while a call is traced, whose target is not known yet.
+        ctx: The context of a lowering rule; `None` while a call is traced: its target is not known yet.
         answers: Collects the answers of the functions below; a trace that used them is valid only where they are the
             same.
     """

@@ -27,7 +27,7 @@ _effects: Any = effects
 _state_types: Any = state_types
 _HAS_CONSTS = hasattr(_core.Jaxpr, "with_consts")  # there is one class of jaxprs, instead of one with constants
 # for each function of flat arrays: inspecting a function takes as long as tracing it
-_DEBUG_INFO: Any = _api_util.debug_info("ejkernel_call", lambda *arrays: arrays, (), {})
+_DEBUG_INFO: Any = _api_util.debug_info("ejkernel_call", lambda *arrays: arrays, (), {})._replace(arg_names=None)
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 make_user_context: Any = jax.make_user_context
 outside_traces: Callable[[], bool] = core.trace_state_clean
@@ -174,11 +174,8 @@ def evaluate(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
 
 def evaluate_without_arguments(jaxpr: Any, wanted: Sequence[bool]) -> list[Any]:
     """Compute and return only the wanted results of a closed jaxpr, which must depend on no argument."""
-    inner = jaxpr.jaxpr
-    # `dce_jaxpr` needs a name for each argument, and `traced` gives none
-    names = inner.debug_info._replace(arg_names=("",) * len(inner.invars))
     # the other results may depend on arguments, and no arguments are given
-    pruned, used = _partial_eval.dce_jaxpr(inner.replace(debug_info=names), list(wanted))
+    pruned, used = _partial_eval.dce_jaxpr(jaxpr.jaxpr, list(wanted))
     assert not any(used)  # the caller has checked `origins`
     closed = pruned if _HAS_CONSTS else _core.ClosedJaxpr(pruned, jaxpr.consts)
     return list(_core.jaxpr_as_fun(closed)())

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import numpy as np
@@ -354,8 +354,8 @@ class _Declared:
     ) -> Collection[Config]:
         """Return the configurations of `space`, in any form, that agree with `fixed`.
 
-        Arguments outside `own` are tuned only in the other direction, and have their values from `base`. Constraints
-        that reject a whole static space are an error.
+        Arguments outside `own` are tuned only in the other direction, and have their values from `base`. Without such
+        arguments, constraints that reject a whole static space are an error.
         """
         others = {name: base[name] for name in self.names if name not in own}
         if isinstance(space, Mapping):
@@ -364,8 +364,8 @@ class _Declared:
             axes |= {name: [value] for name, value in others.items()}
             made: ConfigSpace[Config] = ConfigSpace(axes, constraints=self._constraints)
             found = _or_base(made, base)
-            if is_static and found is not made:
-                raise made.nothing()
+            if is_static and not others and found is not made:
+                raise made.none_valid()
             return found
         if self._constraints:
             raise KernelError(
@@ -383,7 +383,7 @@ class _Declared:
         return [entry for entry in listed if _agree(entry, fixed)] or [base]
 
     def _values(self, name: str, values: object, base: Config) -> Sequence[Any]:
-        if isinstance(values, str | Set | Mapping) or not isinstance(values, Iterable):
+        if isinstance(values, str | set | frozenset | Mapping) or not isinstance(values, Iterable):
             raise KernelError(f"{self.called}: space[{name!r}] must be a sequence of values, got {values!r}.")
         if isinstance(values, range):  # not listed: it may have millions of values
             return values or ([base[name]] if name in base else [])

@@ -57,7 +57,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
     """
 
     implementations: ClassVar[Implementations] = Implementations({})
-    _not_for_reference = ("implementation",)  # nor does `describe` get it
+    _not_for_reference = ("implementation",)  # `describe` does not get it, either
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -132,6 +132,10 @@ def test_axes_are_checked(axes, message):
         ConfigSpace(axes)
 
 
+def test_the_keys_of_a_dictionary_are_values_in_order():
+    assert ConfigSpace({"a": {2: "few", 1: "many"}.keys()}).axes[0].values == (2, 1)
+
+
 def test_a_constraint_on_an_unknown_axis_is_an_error():
     with pytest.raises(ConfigError, match=r"got \['block_k'\]; the axes are block_q"):
         ConfigSpace(AXES, constraints=lambda block_q, block_k: block_q < block_k)

@@ -324,6 +324,17 @@ class Saves(Kernel[int, jax.Array]):
         return (2 * cotangents[0].astype(x.dtype),)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Checked:
+    """Outputs of a class that reads the shape of its field."""
+
+    out: object
+
+    def __post_init__(self):
+        assert self.out.ndim < 3
+
+
 @pytest.mark.parametrize(
     ("form", "given"),
     [
@@ -331,6 +342,7 @@ class Saves(Kernel[int, jax.Array]):
         (lambda out: out[:2], r"float32\[2\]"),
         (lambda out: (out,), r"\(float32\[4\],\)"),
         (lambda out: (out, out), r"\(float32\[4\], float32\[4\]\)"),
+        (Checked, r"CustomNode\(Checked\[\(\)\], \[float32\[4\]\]\)"),
     ],
 )
 @pytest.mark.parametrize("transform", [jax.grad, lambda f: jax.vmap(jax.grad(f))])
@@ -340,6 +352,25 @@ def test_outputs_with_and_without_residuals_have_the_same_types(form, given, tra
     with pytest.raises(KernelError, match=rf"^other: the forward with residuals returns {given}, without them float32"):
         transform(lambda x: jnp.sum(jnp.asarray(kernel(x))))(x)
     np.testing.assert_array_equal(jax.grad(lambda x: Saves("saves")(x).sum())(jnp.ones(4)), 2 * jnp.ones(4))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class WithFunction:
+    """Outputs with a static value that is new in each trace."""
+
+    out: object
+    function: object = dataclasses.field(metadata={"static": True})
+
+
+def test_outputs_of_a_kernel_that_keeps_residuals_may_have_new_static_values():
+    kernel = ops.tune(
+        lambda x, *, rows=1: WithFunction(jnp.sin(x), lambda y: y),
+        space={"rows": [1]},
+        name="new_static_values",
+        keeps_residuals=True,
+    )
+    np.testing.assert_allclose(jax.grad(lambda x: kernel(x).out.sum())(jnp.ones(3)), np.cos(np.ones(3)), 1e-6)
 
 
 @pytest.mark.parametrize(("there", "missing"), [("fwd_with_residuals", "vjp"), ("vjp", "fwd_with_residuals")])

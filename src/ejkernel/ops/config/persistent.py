@@ -236,7 +236,7 @@ class PersistentCache(Shown):
             key: The key.
             cfg_type: The type to decode as; see `get`.
             decode: Returns the configuration of an entry.
-            problem: Receives what is wrong with each unusable entry, instead of a warning.
+            problem: Receives the fault of each unusable entry, instead of a warning.
         """
         canonical = identity(key)
         for place, read in self._places(key, canonical):

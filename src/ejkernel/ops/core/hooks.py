@@ -64,7 +64,7 @@ class Computation(Noted, Generic[Cfg, Out]):
                 f"{cls.__name__}.version must be ASCII letters, digits, '_' or '.', got {version!r}; keys and "
                 "labels contain it."
             )
-        interface = getattr(cls, "_interface", None)  # not yet for `Kernel`
+        interface = getattr(cls, "_interface", None)  # `Kernel` itself has none yet
         if interface is not None and not cls.__module__.startswith("ejkernel."):
             warn_of_misspelt_hooks(cls, (interface, Computation), _USUAL_NAMES)
 

@@ -7,7 +7,6 @@ the overlay in force, and only calls that really run are lowered. See docs/desig
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ejkernel import compat
 from ejkernel.ops.core.context import Settings
-from ejkernel.ops.core.hooks import has_gradient_rule, has_residual_form, overrides, platform_to_trace_for
+from ejkernel.ops.core.hooks import (
+    has_gradient_rule,
+    has_residual_form,
+    overrides,
+    platform_to_trace_for,
+    writes_residual_form,
+)
 from ejkernel.ops.core.invocation import Invocation, config_for_types
 from ejkernel.ops.core.sharding.lowering import Extent, SplitCall, explicit_split, lower_split
 from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differentiate, innermost
@@ -177,10 +182,11 @@ def _traced_over(mesh: Any, call: Call, avals: Sequence[HasType]) -> Types:
     """Trace a call on arrays that are sharded over the explicit axes of a mesh."""
     may_split = overrides(call.node.spec.kernel, "sharding_rule")
     if not may_split:
-        with contextlib.suppress(
-            compat.partitioning.ShardingTypeError
-        ):  # the kernel gets whole arrays if JAX rejects shards
+        try:
             return _traced(call, avals)
+        except Exception as error:
+            if not compat.partitioning.rejects_shardings(error):  # otherwise the kernel gets whole arrays
+                raise
     # JAX rejects some operations on arrays sharded over explicit axes, such as `dynamic_update_slice`. So trace with
     # whole arrays, and then add the shardings of the split to the result types.
     with jax.sharding.use_abstract_mesh(mesh):
@@ -275,9 +281,10 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
         out = lower_split(ctx, values, splitting, gathered=gathered)
         try:
             return _lower_here(ctx, *values, call=call, platform=platforms[0]) if out is None else out
-        except (
-            compat.partitioning.ShardingTypeError
-        ):  # from a gradient rule, traced only now: its types came from its arguments
+        except Exception as error:
+            if not compat.partitioning.rejects_shardings(error):
+                raise
+            # From a gradient rule, which is traced only now: the types of its results came from the arguments.
             if (out := lower_split(ctx, values, splitting, gathered=True)) is None:
                 raise
             return out
@@ -338,13 +345,9 @@ def _axes_of(call: Call, avals: Sequence[HasType]) -> set[Any]:
     # The trace for a linear call's types omits its computation.
     own = avals[node.lead : node.lead + node.spec.num_arrays]
     forward = types_of(dataclasses.replace(call, node=node.forward, linear=0), own)
-    with (
-        call.settings.entered(),
-        compat.programs.program_under_way(),
-    ):  # as in the trace for types, with its configuration
-        whole = compat.tracing.traced(
-            jax.jit(node.flat(Choice(config=forward.config, platform=forward.platform))), avals
-        )
+    computation = jax.jit(node.flat(Choice(config=forward.config, platform=forward.platform)))
+    with call.settings.entered(), compat.programs.program_under_way():  # as in the trace for types
+        whole = compat.tracing.traced(computation, avals)
     return compat.tracing.named_axes(forward.effects) | compat.tracing.named_axes(compat.tracing.outer_effects(whole))
 
 
@@ -393,13 +396,21 @@ def _check_outputs(call: Call, plain: tuple[Any, Sequence[HasType]], saving: tup
     is_same = plain[0] == saving[0]  # then their numbers of arrays are equal
     if is_same and all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(plain[1], saving[1], strict=True)):
         return
-    texts = [jax.tree.unflatten(tree, [f"{x.dtype}{list(x.shape)}" for x in types]) for tree, types in (plain, saving)]
-    without, with_residuals = (str(text).replace("'", "") for text in texts)
+    if not writes_residual_form(call.node.spec.kernel):  # both are `run`; static values may be new in each trace
+        return
     raise KernelError(
-        f"{call.node.spec.kernel.op_id}: the forward with residuals returns {with_residuals}, without them {without}: "
-        "`fwd_with_residuals` and `run`, or `forward` and `output` of an implementation, must return outputs of the "
-        "same structure, shapes and dtypes."
+        f"{call.node.spec.kernel.op_id}: the forward with residuals returns {_outputs_text(*saving)}, without them "
+        f"{_outputs_text(*plain)}: `fwd_with_residuals` and `run`, or an implementation's `forward` and `output`, must "
+        "return outputs of the same structure, shapes and dtypes."
     )
+
+
+def _outputs_text(tree: Any, types: Sequence[HasType]) -> str:
+    """Return the structure of outputs with their types; it creates no object of a class that may check its fields."""
+    text = str(tree).removeprefix("PyTreeDef(").removesuffix(")")
+    for each in types:
+        text = text.replace("*", f"{each.dtype}{list(each.shape)}", 1)
+    return text
 
 
 def _named(results: Sequence[object], count: int, op_id: str) -> list[Any]:

@@ -178,7 +178,7 @@ def ratio(times: float | None) -> str:
 
 def size(count: int) -> str:
     """Return a number of bytes in KiB, MiB or GiB."""
-    if 0 < count < 2**20 / 20:  # 0.0 MiB
+    if 0 < count < 2**20 / 20:  # it would be 0.0 MiB
         return f"{count / 2**10:.1f} KiB"
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 

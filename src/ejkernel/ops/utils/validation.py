@@ -61,7 +61,7 @@ def asked(what: str, function: Callable[..., T], *args: object, **kwargs: object
 
 
 def _inner_hook(error: BaseException) -> str:
-    """Return the method of an operation or an implementation in which an error arose; empty if in none of a user's."""
+    """Return the name of the user's method, of an operation or an implementation, that raised; empty if none did."""
     found = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         owner, _, name = frame.f_code.co_qualname.rpartition(".")

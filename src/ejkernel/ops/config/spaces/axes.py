@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -179,7 +179,7 @@ class Axis:
 
 def _are_values(values: object) -> bool:
     # The order of a set differs between processes, and the identity of a space must not.
-    return isinstance(values, Iterable) and not isinstance(values, str | bytes | Set | Mapping)
+    return isinstance(values, Iterable) and not isinstance(values, str | bytes | set | frozenset | Mapping)
 
 
 def is_number(value: object) -> bool:

@@ -17,7 +17,7 @@ from ejkernel.ops.utils.validation import check_argument
 _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _SHOWN = 16  # axes named in a message
 _CALL = 8  # `Effort` for calling a constraint
-_COUNTED = 100_000  # assignments of the axes of a constraint, up to which its rejections are counted
+_COUNTED = 100_000  # maximum assignments of the axes of a constraint to count its rejections
 _NAMED_CONSTRAINTS = 6  # constraints named in a message about an empty space
 
 

@@ -144,7 +144,7 @@ class ConfigSpace(NamedArguments, Generic[Cfg]):
         """
         counts = [part.count for _, part in self._known]
         if not all(counts):
-            raise self.nothing()
+            raise self.none_valid()
         return math.prod(counts)
 
     @property
@@ -161,7 +161,7 @@ class ConfigSpace(NamedArguments, Generic[Cfg]):
             ConfigError: No configuration satisfies the constraints.
         """
         if self.empty():
-            raise self.nothing()
+            raise self.none_valid()
         if self._listed is None and self.exact and self.size <= ENUMERATED:
             self._listed = tuple(self.walk())
         return self._listed
@@ -357,7 +357,7 @@ class ConfigSpace(NamedArguments, Generic[Cfg]):
             if len(found) >= count or len(found) <= before + count // 100:
                 break
         if not found and count:
-            raise self.nothing()
+            raise self.none_valid()
         return list(itertools.islice(found, count))
 
     def sample(self, rng: np.random.Generator, count: int) -> list[Cfg]:
@@ -435,7 +435,7 @@ class ConfigSpace(NamedArguments, Generic[Cfg]):
             columns.update(zip(positions, zip(*drawn, strict=True), strict=True))
         return zip(*(columns[i] for i in range(len(self.axes))), strict=True)
 
-    def nothing(self) -> ConfigError:
+    def none_valid(self) -> ConfigError:
         """Return the error about a space without a valid configuration, or with none found."""
         if self.empty():
             why = rejections(self._constraints, {axis.name: axis.values for axis in self.axes})

@@ -120,7 +120,7 @@ def names_checked(aliases: Mapping[str, str]) -> Callable[[Callable[P, R]], Call
                         raise
                     raise found from None
                 except Exception as error:
-                    raise_if_of_shardings(called, error)
+                    _raise_if_of_shardings(called, error)
                     raise
             except EjkernelError as error:
                 hide_frames(error)
@@ -131,7 +131,7 @@ def names_checked(aliases: Mapping[str, str]) -> Callable[[Callable[P, R]], Call
     return decorate
 
 
-def raise_if_of_shardings(called: str, error: Exception) -> None:
+def _raise_if_of_shardings(called: str, error: Exception) -> None:
     """Raise if JAX rejected the shardings of a call's arrays over explicit mesh axes.
 
     Raises:
@@ -139,7 +139,7 @@ def raise_if_of_shardings(called: str, error: Exception) -> None:
     """
     from ejkernel import compat  # imports JAX, which commands start without
 
-    if isinstance(error, compat.partitioning.ShardingTypeError):
+    if compat.partitioning.rejects_shardings(error):
         why = str(error).partition(". ")[0].rstrip(".")
         raise ArgumentError(
             f"{called}: JAX rejects the shardings of these arrays over explicit mesh axes ({why}); use "
@@ -181,7 +181,7 @@ class NamedArguments:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Create an instance after a check of the arguments."""
-        if args or kwargs:  # neither for `pickle`
+        if args or kwargs:  # `pickle` passes none
             try:
                 raise_if_misfit(cls.__name__, cls, args, kwargs)
             except CallError as error:
