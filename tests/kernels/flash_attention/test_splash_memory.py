@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
+import jax.numpy as jnp
 import pytest
 
+from ejkernel.kernels.flash_attention import splash
 from ejkernel.kernels.flash_attention._splash_memory import vector_memory
-from ejkernel.kernels.flash_attention.common import AttentionCall, Rules
-from ejkernel.kernels.flash_attention.splash import Splash, SplashParams, blocks_of
+from ejkernel.kernels.flash_attention.common import AttentionCall, Operands, Rules
+from ejkernel.kernels.flash_attention.splash import Splash, SplashBwdParams, SplashParams, blocks_of
 
 V5E, V5P, V6E, TPU7X = "tpu:tpu_v5_lite", "tpu:tpu_v5", "tpu:tpu_v6_lite", "tpu:tpu7x"
 
@@ -88,3 +93,17 @@ def test_the_heuristics_blocks_fit_in_vector_memory(dims, dtype, backward):
 def test_heads_of_which_no_block_fits_are_refused():
     reason = Splash().unsupported(call_of(V5E, (2**16, 2**16), causal=True))
     assert "use 'xla'. With the smallest blocks of splash it may take" in reason
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_each_kernel_of_a_gradient_is_launched_with_its_own_estimate(monkeypatch, fused):
+    passed, launch = [], splash.memory_to_pass
+    monkeypatch.setattr(splash, "memory_to_pass", lambda need, arrays: passed.append(need) or launch(need, arrays))
+    separate = {"block_q_dq": None, "block_kv_dq": None} if fused else {"block_q_dq": 1024, "block_kv_dq": 2048}
+    params = SplashBwdParams(block_q=512, block_kv=1024, block_kv_compute=256, **separate)
+    call = call_of(V5P, (128, 128), causal=True, backward=True)
+    query, key, value = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (call.query, call.key, call.value))
+    rows = jax.ShapeDtypeStruct((16, 8, 4096), jnp.float32)
+    run = functools.partial(Splash().differentiate, rules=call.rules, params=params)
+    jax.eval_shape(run, Operands(query, key, value), (query, rows), query)
+    assert passed == [vector_memory(call, {name: blocks}) for name, blocks in blocks_of(params).items()]

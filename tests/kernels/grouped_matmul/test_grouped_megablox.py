@@ -155,6 +155,7 @@ def test_parameters_that_do_not_fit_or_that_it_counts_wrongly_are_refused():
         (Megablox(), "tpu:tpu_v5_lite", (512, 1024, 256), 3584, {"out_dtype": "float32"}, 5_754_880),
         (MegabloxWgrad(), "tpu:tpu_v6_lite", (512, 512, 512), 2048, {}, 4_841_472),
         (MegabloxWgrad(), "tpu:tpu_v5_lite", (512, 1024, 256), 4096, {}, 5_611_520),
+        (MegabloxWgrad(), "tpu:tpu_v5_lite", (256, 1024, 128), 1001, {}, 2_416_640),
     ],
     ids=str,
 )

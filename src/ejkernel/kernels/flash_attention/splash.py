@@ -195,12 +195,12 @@ class Splash(AttentionImplementation):
         delta = jnp.einsum("bqhd,bqhd->bhq", out, dout, preferred_element_type=jnp.float32)
         rows = (lse, dout.astype(operands.query.dtype), delta if dlse is None else delta - dlse)
         pull = functools.partial(_pull, operands, rows, rules)
-        blocks = (params.block_q, params.block_kv, params.block_kv_compute)
-        if params.block_q_dq is None or params.block_kv_dq is None:
-            dquery, dkey, dvalue = pull("all", blocks)
+        blocks = blocks_of(params)
+        if "fused" in blocks:
+            dquery, dkey, dvalue = pull("all", blocks["fused"])
         else:
-            _, dkey, dvalue = pull("key and value", blocks)
-            dquery, _, _ = pull("query", (params.block_q_dq, params.block_kv_dq, LANES))
+            _, dkey, dvalue = pull("key and value", blocks["keys"])
+            dquery, _, _ = pull("query", blocks["query"])
         dquery = (dquery.astype(jnp.float32) * rules.scale).astype(operands.query.dtype)
         return dquery, dkey.astype(operands.key.dtype), dvalue.astype(operands.value.dtype), None
 

@@ -21,7 +21,8 @@ _LIKE = {"tpu:tpu_v5": "tpu:tpu_v5_lite"}
 _CHIPS = ("tpu:tpu_v5_lite", "tpu:tpu_v6_lite", "tpu:tpu_v4", "tpu:tpu7x")
 _FILE = 64  # registers of a chip
 _ALIKE = 1.02  # kernels of one form may take this much more
-_OTHERS = 1.05  # kernels between those of the table, or with results of another dtype
+# Kernels between those of the table, with results of another dtype, or with tiles that are padded to multiples of 128.
+_OTHERS = 1.05
 
 
 class Tile(NamedTuple):
@@ -42,7 +43,7 @@ class Tile(NamedTuple):
     rest: int = 0
 
 
-def need(tile: Tile, known: int, chip: str, dtypes: tuple[str, str]) -> Need:
+def need(tile: Tile, known: int, chip: str, dtypes: tuple[str, str], *, whole: bool) -> Need:
     """Return the bytes of vector memory of a kernel.
 
     Args:
@@ -50,6 +51,7 @@ def need(tile: Tile, known: int, chip: str, dtypes: tuple[str, str]) -> Need:
         known: Bytes of its tiles and sums.
         chip: The chip. Without tiles of it in the table, the most on any chip counts, and all registers of one.
         dtypes: The dtypes of operands and result.
+        whole: Whether rows and columns of a matrix's tile are multiples of 128 without padding.
     """
     operands, out = dtypes
     found = {one: registers for one in _CHIPS if (registers := _registers(one, operands, tile.kind))}
@@ -57,7 +59,7 @@ def need(tile: Tile, known: int, chip: str, dtypes: tuple[str, str]) -> Need:
     if own is None:
         most = _FILE + max(_most(tile, registers) for registers in found.values())
         return Need(known, int((known + REGISTER * most) * _OTHERS))
-    margin = _ALIKE if tile in own and operands == out else _OTHERS
+    margin = _ALIKE if whole and tile in own and operands == out else _OTHERS
     return Need(known, int((known + REGISTER * _most(tile, own)) * margin))
 
 

@@ -96,7 +96,8 @@ class _Megablox(Implementation[GroupedMatmulCall]):
     def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> Need:
         """Return the bytes of vector memory."""
         tile, known = self.tile_of(call, params)
-        return _megablox_memory.need(tile, known, call.device_fingerprint or "", (call.dtype, call.out_dtype))
+        dtypes, whole = (call.dtype, call.out_dtype), all(size % LANES == 0 for size in _blocks(call, params))
+        return _megablox_memory.need(tile, known, call.device_fingerprint or "", dtypes, whole=whole)
 
     def tile_of(self, call: GroupedMatmulCall, params: MegabloxParams) -> tuple[Tile, int]:
         """Return the tile of a product, and the bytes of two tiles of each operand and result, and of an accumulator.
