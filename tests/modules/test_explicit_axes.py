@@ -29,7 +29,7 @@ from ejkernel.modules import (
 from ejkernel.ops import ArgumentError, Kernel
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")]
-# one axis that is not the first, and two, of which the first has two entries on each device
+# the second axis alone, and the first two; the first has two entries on each device
 SPECS = [(None, "b"), ("a", "b"), ("a", ("c", "b"))]
 
 

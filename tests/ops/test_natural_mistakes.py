@@ -176,7 +176,7 @@ class Doubles(Implementation[Call]):
 
 
 def operation(members=(), **hooks):
-    """An operation whose implementation has these members, and which has these hooks."""
+    """Return an operation with these hooks, and one implementation with these members."""
     made = type("Own", (Doubles,), dict(members))
 
     class OwnConfig(OperationConfig):

@@ -216,7 +216,7 @@ def counts_in_words(explained: Sequence[Explanation], where: str, device: str = 
 
 
 def run_list(imports: Sequence[str], prefix: str = "", *, as_json: bool, device: str = "here") -> None:
-    """Run `ejkernel list` for the target of that name, and for operations whose names start with `prefix`."""
+    """Run `ejkernel list` for a target, `device`, and for operations with names that start with `prefix`."""
     aim = Target.named(device).fingerprint
     rows = implementations_on(aim)
     import_named(imports)

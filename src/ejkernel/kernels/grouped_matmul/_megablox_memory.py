@@ -4,7 +4,8 @@
 A step of a kernel is one basic block for one tile. The compiler keeps the left operand for all columns, so large tiles
 spill what the registers do not hold. How much depends on the tile, the dtype of the operands, the chip, and for a
 product on the columns of the last tile along the sum, since they are masked. Rows, groups and a transposed matrix do
-not change it, the dtype of the result hardly does, and v5e and v5p spill the same.
+not change it, the dtype of the result hardly does, and v5e and v5p spill the same. A tile that is
+padded to multiples of 128 may spill a few registers more.
 """
 
 from __future__ import annotations

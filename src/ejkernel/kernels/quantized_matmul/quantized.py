@@ -36,7 +36,7 @@ SCALE_DTYPES: Final = ("float32", "bfloat16")
 
 
 def _no_operator(symbol: str) -> Callable[..., NoReturn]:
-    """Return the method of an operator that says what to use instead."""
+    """Return the method of an operator; it raises an error with the alternative."""
     how = "use quantized_matmul(x, w) from ejkernel.modules; " if symbol == "@" else ""
 
     def operator(*_: object) -> NoReturn:

@@ -38,7 +38,7 @@ class ForwardParams(NamedFields):
         fma_columns: Of the keys of an unmasked step, those whose exponentials are polynomials on the FMA units, beside
             the others on the slower unit for transcendental functions; a multiple of 8.
         align_keys: Whether keys and values are first copied to rows of whole sectors of memory, which have 32 bytes;
-            for head dimensions that are no multiples of 16.
+            for head dimensions that are not multiples of 16.
     """
 
     kv_block: int = 128
