@@ -5,12 +5,14 @@ Forward and backward are measured separately, as the heuristic chooses for each 
 timed interleaved, with the parameters of their heuristics, on inputs outside the device's cache. Without `--cases` they
 are the grid: cases that both our kernels and cuDNN run. `--out FILE` stores the medians as the data from which the
 heuristic chooses. `--changed` measures the rows of the data whose launch parameters are no longer the ones that were
-measured, and `--update FILE` puts rows of another run in their places.
+measured, and `--update FILE` puts rows of another run in their places. `--with "fwd kv_block=192 ping_pong=False"`
+times our kernels with these launch parameters, too, in this direction.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import json
 import os
@@ -120,10 +122,20 @@ def abstract(case: Case, direction: str) -> Any:
     return dataclasses.replace(found[0], backward=direction == "bwd", **place)
 
 
+def changed_params(case: Case, direction: str, changes: Sequence[str] = ()) -> Any:
+    """Return the launch parameters of our kernels, with changes such as `stages=3`."""
+    params = operation.implementations["mosaic_gpu"].heuristic(abstract(case, direction))
+    pairs = [change.partition("=") for change in changes]
+    return dataclasses.replace(params, **{name: ast.literal_eval(value) for name, _, value in pairs})
+
+
 def launch_of(case: Case, direction: str) -> dict[str, Any]:
     """Return the launch parameters of our kernels that differ from the defaults."""
-    params = operation.implementations["mosaic_gpu"].heuristic(abstract(case, direction))
-    fields = {field.name: field.default for field in dataclasses.fields(params)}
+    return _unusual(changed_params(case, direction))
+
+
+def _unusual(params: Any) -> dict[str, Any]:
+    fields = {} if params is None else {field.name: field.default for field in dataclasses.fields(params)}
     return {name: getattr(params, name) for name, usual in fields.items() if getattr(params, name) != usual}
 
 
@@ -195,7 +207,7 @@ def _residuals(found: Any) -> Any:
 
 def title_of(entry: Direction) -> str:
     """Return the name of a contender in a row."""
-    return entry.contender if entry.params is None else f"{entry.contender} {entry.params}"
+    return " ".join([entry.contender, *(f"{name}={value}" for name, value in _unusual(entry.params).items())])
 
 
 def _fields(case: Case) -> dict[str, Any]:
@@ -223,14 +235,18 @@ def measure(entries: Sequence[Direction], rounds: int, processes: int | None) ->
             yield row
 
 
-def entries_of(cases: Mapping[str, Sequence[str]]) -> list[Direction]:
+def entries_of(cases: Mapping[str, Sequence[str]], changes: Sequence[str] = ()) -> list[Direction]:
     """Return all contenders of these cases in these directions; a backward takes the residuals of a forward."""
-    return [
-        Direction(case, direction, name, None)
-        for case, directions in cases.items()
-        for direction in DIRECTIONS[: 2 if "bwd" in directions else 1]
-        for name in contenders_of(case_named(case))
-    ]
+    found = []
+    for name, directions in cases.items():
+        case = case_named(name)
+        for direction in DIRECTIONS[: 2 if "bwd" in directions else 1]:
+            found += [Direction(name, direction, contender, None) for contender in contenders_of(case)]
+            for changed, *pairs in map(str.split, changes):
+                if changed == direction:
+                    params = changed_params(case, direction, pairs)
+                    found.append(Direction(name, direction, "mosaic_gpu", None, params))
+    return found
 
 
 def case_of(row: dict[str, Any]) -> Case:
@@ -293,6 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_choice", description=__doc__)
     parser.add_argument("--cases", nargs="*", metavar="CASE", help="instead of the grid")
     parser.add_argument("--changed", action="store_true", help="rows of the data with other launch parameters now")
+    parser.add_argument("--with", action="append", default=[], metavar="PARAMETERS", help="of ours, to time as well")
     parser.add_argument("--update", type=Path, metavar="FILE", help="put the rows that --out wrote into the data")
     parser.add_argument("--rounds", type=int, default=9, help="samples of each contender (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile (default: one a core)")
@@ -303,9 +320,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         store(updated(data["calls"], load(args.update)), FILE, data["environment"])
         return 0
     cases: Mapping[str, Sequence[str]]
-    cases = changed(data["calls"]) if args.changed else dict.fromkeys(args.cases or grid_names(), DIRECTIONS)
+    changes = vars(args)["with"]
+    directions = tuple(change.split()[0] for change in changes) or DIRECTIONS
+    cases = changed(data["calls"]) if args.changed else dict.fromkeys(args.cases or grid_names(), directions)
     rows = []
-    for row in measure(entries_of(cases), args.rounds, args.processes):
+    for row in measure(entries_of(cases, changes), args.rounds, args.processes):
         rows.append(row)
         if args.out is not None:  # after each row, since a later one may end the process
             store(rows, args.out, report.environment())

@@ -180,6 +180,17 @@ def test_rows_measured_again_take_the_places_of_the_old_ones():
     assert attention_choice.updated(rows, found) == [own, again[0] | {"device": "NVIDIA H100"}, other]
 
 
+def test_launches_with_changed_parameters_are_timed_in_their_direction():
+    changes = ["fwd kv_block=96 stages=3", "bwd q_block=128"]
+    entries = attention_choice.entries_of({"causal B1 T2048 H8/8 D128": ("bwd",)}, changes)
+    assert [(entry.direction, entry.contender) for entry in entries] == [
+        (direction, name) for direction in ("fwd", "bwd") for name in ("mosaic_gpu", "cudnn", "mosaic_gpu")
+    ]
+    assert [entries[i].params and entries[i].params.stages for i in (0, 2)] == [None, 3]
+    assert attention_choice.title_of(entries[2]).startswith("mosaic_gpu kv_block=96 stages=3 ")
+    assert attention_choice.title_of(entries[5]) == "mosaic_gpu q_block=128"
+
+
 # --- attention_near: candidates near the heuristic ---
 
 
