@@ -207,7 +207,9 @@ def _residuals(found: Any) -> Any:
 
 def title_of(entry: Direction) -> str:
     """Return the name of a contender in a row."""
-    return " ".join([entry.contender, *(f"{name}={value}" for name, value in _unusual(entry.params).items())])
+    if entry.params is None:
+        return entry.contender
+    return " ".join([entry.contender, *(f"{name}={x}" for name, x in _unusual(entry.params).items()) or ("defaults",)])
 
 
 def _fields(case: Case) -> dict[str, Any]:
