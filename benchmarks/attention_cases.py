@@ -349,12 +349,12 @@ def case_named(name: str) -> Case:
 _IN_WORDS = re.compile(
     r"(causal|full) B(\d+) T(\d+) H(\d+)/(\d+) D(\d+)(?:/(?P<value_dim>\d+))?(?P<bias> bias)?"
     r"(?P<lengths> lengths)?(?: (?P<dtype>float16|float32))?(?P<shared> shared bias, mask)?"
-    r"(?P<sinks> sinks)?(?: window (?P<window>\d+))?"
+    r"(?P<sinks> sinks)?(?: window (?P<window>\d+))?(?: cap (?P<cap>\d+))?"
 )
 
 
 def _case_in_words(found: re.Match[str]) -> Case:
-    """Return the case whose words are `found`; it has no segments or soft cap."""
+    """Return the case whose words are `found`; it has no segments."""
     batch, seq, heads, groups, dim = map(int, found.groups()[1:6])
     return Case(
         batch=batch,
@@ -363,6 +363,7 @@ def _case_in_words(found: re.Match[str]) -> Case:
         dims=(dim, int(found["value_dim"] or dim)),
         causal=found[1] == "causal",
         window=None if found["window"] is None else int(found["window"]),
+        cap=None if found["cap"] is None else float(found["cap"]),
         bias=found["bias"] is not None,
         lengths=found["lengths"] is not None,
         shared=found["shared"] is not None,

@@ -209,7 +209,8 @@ def title_of(entry: Direction) -> str:
     """Return the name of a contender in a row."""
     if entry.params is None:
         return entry.contender
-    return " ".join([entry.contender, *(f"{name}={x}" for name, x in _unusual(entry.params).items()) or ("defaults",)])
+    unusual = [f"{name}={x}" for name, x in _unusual(entry.params).items()]
+    return " ".join([entry.contender, *(unusual or ["defaults"])])
 
 
 def _fields(case: Case) -> dict[str, Any]:
