@@ -564,13 +564,29 @@ def test_packed_segments_of_many_or_similar_tiles_are_persistent(batch, queries,
     assert (found.persistent, found.pack_heads) == (persistent, True)
 
 
-def test_only_soft_caps_of_wide_heads_have_polynomials():
+def test_only_soft_caps_up_to_128_columns_have_polynomials():
     def columns(dim, cap):
         case = Case(queries=4096, keys=4096, head_dim=dim, value_dim=dim, rules=Rules(scale=0.2, soft_cap=cap))
         return heuristic(described(case)).fma_columns
 
-    assert [columns(dim, 50.0) for dim in (64, 128, 256)] == [0, 48, 0]
+    assert [columns(dim, 50.0) for dim in (8, 64, 72, 128, 144, 256)] == [32, 32, 48, 48, 0, 0]
     assert [columns(128, cap) for cap in (None, 60.0)] == [0, 32]
+
+
+@pytest.mark.parametrize(
+    ("dim", "batch", "queries", "expected"),
+    [
+        (32, 2, 8192, (2, False, 32)),
+        (8, 1, 16384, (2, False, 0)),
+        (32, 8, 2048, (2, True, 0)),
+        (32, 3, 8192, (3, True, 0)),
+    ],
+    ids=["two tiles for each block of threads", "D8", "few keys", "more tiles"],
+)
+def test_narrow_heads_with_many_keys_and_two_tiles_for_each_block_run_once(dim, batch, queries, expected):
+    case = Case(batch=batch, queries=queries, keys=queries, heads=2, groups=2, head_dim=dim, value_dim=dim)
+    found = heuristic(described(dataclasses.replace(case, rules=Rules(scale=0.2))))
+    assert (found.warpgroups, found.persistent, found.fma_columns) == expected
 
 
 @pytest.mark.parametrize(
@@ -633,12 +649,13 @@ def test_wide_heads_in_a_window_are_persistent(dim, groups, left, expected):
     assert found == dataclasses.replace(usual, **expected)
 
 
-def test_wide_heads_with_lengths_are_persistent_unless_there_is_one_example():
+def test_wide_heads_with_lengths_are_persistent_but_for_one_example_and_the_widest():
     def persistent(batch, dim):
         call = described(Case(batch=batch, queries=2048, keys=2048, heads=8, groups=8, head_dim=dim, value_dim=dim))
         return heuristic(dataclasses.replace(call, key_lengths=True)).persistent
 
     assert [persistent(8, 152), persistent(1, 152), persistent(1, 184)] == [True, False, True]
+    assert not persistent(8, 256)
 
 
 def test_only_masks_of_many_keys_need_a_table():

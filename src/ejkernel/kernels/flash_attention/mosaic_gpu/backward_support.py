@@ -6,10 +6,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from ejkernel.kernels._hopper import MULTIPROCESSORS, SHARED_MEMORY
+from ejkernel.kernels._hopper import SHARED_MEMORY
 from ejkernel.kernels.flash_attention.common import AttentionCall
 
-from .backward_order import FEW_BLOCKS, block_steps, full_time, order_of
+from .backward_order import FEW_BLOCKS, full_time, hidden_time, order_of, window_time
 from .backward_plan import (
     BackwardProblem,
     backward_problem,
@@ -32,7 +32,6 @@ _SPLIT_WINDOW = 256  # keys, up to head_dim 128: in the fused form, four backwar
 _SHORT_SEQUENCE = 512
 _MOST_UNEVEN = 16  # parts that need not divide the heads
 _UNEVEN_GAIN = 0.03  # least estimated one of causal calls; below it, uneven parts took up to 3 % longer on one H200
-_LEAST_BLOCKS = 250  # nearly two per multiprocessor, so that a long and a short one can share it
 # Registers for accumulators per consumer thread, by consumer warpgroups: all but 32, which addresses and a tile's
 # numbers need. With 16 instead of 32, parameters passed that spilled.
 _SUM_REGISTERS = {1: 208, 2: 208, 3: 128}
@@ -179,32 +178,21 @@ def _parts(problem: BackwardProblem, *, uneven: bool) -> tuple[int, ...]:
 
 
 def _heuristic_parts(problem: BackwardProblem, params: BackwardParams) -> int:
-    """Return the parts with the shortest estimated time; with unknown lengths, the fewest that fill the chip."""
-    blocks, rules = _key_blocks(problem, params), problem.rules
-    if problem.key_lengths or problem.segments:
-        # Some blocks of keys are past their example's length, and end at once.
-        least = _LEAST_BLOCKS * (2 if problem.key_lengths else 1)
-        enough = (parts for parts in _parts(problem, uneven=False) if parts * blocks >= least)
-        return next(enough, problem.heads_per_group)
+    """Return the parts with the shortest estimated time."""
+    rules, hides = problem.rules, problem.key_lengths or problem.segments
 
     def estimate(parts: int) -> float:
         changed = dataclasses.replace(params, head_parts=parts)
+        if hides:
+            return hidden_time(problem, changed)
+        if rules.left is not None:
+            return window_time(problem, changed)
         if rules.right is None:
             return full_time(problem, changed)
         time = order_of(problem, changed).time
         return time if problem.heads_per_group % parts == 0 else (1 + _UNEVEN_GAIN) * time
 
-    if rules.left is None:
-        return min(_parts(problem, uneven=True), key=estimate)
-    steps = float(block_steps(problem, params.keys).max()) * problem.heads_per_group
-
-    def windowed(parts: int) -> float:
-        """Return the time of the busiest multiprocessor, in steps of 64 queries; 8 for the ends of each block."""
-        return math.ceil(parts * blocks / MULTIPROCESSORS) * (steps / parts + 8)
-
-    # It finds the fastest launch of each of eight calls on one H200; nearly two blocks per multiprocessor, the default
-    # before, took up to 17 % longer.
-    return min(_parts(problem, uneven=False), key=windowed)
+    return min(_parts(problem, uneven=not hides and rules.left is None), key=estimate)
 
 
 def _key_blocks(problem: BackwardProblem, params: BackwardParams) -> int:

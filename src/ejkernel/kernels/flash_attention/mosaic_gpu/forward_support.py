@@ -21,7 +21,7 @@ _REGISTERS_LEFT = 32  # of a thread, beside logits, weights and output; with few
 # 80 gained 2 to 4 % at head_dim 256 with a soft cap, which takes two transcendental functions per weight.
 _KV_BLOCKS = (64, 80, 96, 128, 160)
 _NARROW_WINDOW, _SHORT_WINDOW, _SHORTEST_WINDOW = 512, 128, 64  # keys
-_CAPPED_WITH_POLYNOMIALS = 128  # head dimension
+_CAPPED_WITH_POLYNOMIALS = 128  # largest head dimension
 _ALIKE_TILES = 10  # of a head
 _FEW_QUERIES, _MANY_QUERIES = 512, 1536
 _FEW_QUERIES_OF_WIDE_HEADS = 2048
@@ -61,13 +61,13 @@ def heuristic(call: AttentionCall) -> ForwardParams:
 
 def _with_polynomials(call: AttentionCall, params: ForwardParams) -> ForwardParams:
     """Return the parameters, for a soft cap with polynomials in place of some exponentials: it takes tanh as well."""
-    # A causal forward with a cap at head_dim 128: 539 us without, 521 with 32 of 128 columns, and 514 with 48. With a
-    # cap above `SMALL_CAP`: 553 us without, 541 with 32, and 567 with 64. At head_dim 8 and 256, and without a cap,
-    # forwards with polynomials were slower.
-    cap = call.rules.soft_cap
-    if cap is None or max(call.query[3], call.value[3]) != _CAPPED_WITH_POLYNOMIALS:
+    # A quarter of the columns gains 4 to 15 % with 8 to 64 columns. Three eighths gain 1 to 8 % with 72 to 128 columns,
+    # and a quarter 3 % less; with a cap above `SMALL_CAP` a quarter gains 0 to 3 %, and three eighths lose as much. At
+    # head_dim 144 to 256, and without a cap, most forwards with polynomials were slower.
+    cap, wide = call.rules.soft_cap, max(call.query[3], call.value[3])
+    if cap is None or wide > _CAPPED_WITH_POLYNOMIALS:
         return params
-    eighths = 3 if cap <= SMALL_CAP and call.dtype == "bfloat16" else 2
+    eighths = 3 if cap <= SMALL_CAP and call.dtype == "bfloat16" and wide > 64 else 2
     return dataclasses.replace(params, fma_columns=params.kv_block // 64 * 8 * eighths)
 
 
@@ -231,8 +231,15 @@ def _preferred_full(call: AttentionCall, *, narrow: bool, packs: bool) -> Forwar
 def _two_for_narrow(call: AttentionCall, full: ForwardParams) -> ForwardParams:
     """Return the parameters of tiles of 128 rows for narrow heads."""
     dim, keys = call.query[3], call.key[1]
-    if call.key_lengths or call.attention_mask is not None or call.rules.soft_cap is not None or dim <= 32:
+    if call.key_lengths or call.attention_mask is not None or call.rules.soft_cap is not None:
         return full
+    if dim <= 32:
+        # With two tiles for each block of threads: 131 us instead of 135 at D32 for 8,192 queries, and 128 if some
+        # exponentials are polynomials; 119 instead of 127 at D8, where polynomials lose. But 37 instead of 37 for 2,048
+        # queries, and 12 instead of 11 for 512.
+        if keys <= 2048 or forward_plan(call, full).tiles > 2 * MULTIPROCESSORS:
+            return full
+        return dataclasses.replace(full.without_persistence(), fma_columns=32 if dim > 16 else 0)
     if dim <= 48:
         # At D48 instead of steps of 128 keys: 140 us instead of 151 for 8,192 queries, 75 instead of 78 for 4,096. The
         # last step counts: at D40 59.8 instead of 60.5 for 3,000 queries.
@@ -283,6 +290,10 @@ def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool, left: int | 
     # instead of 759.
     full, aligned = call.rules.right is None, _should_align(call)
     if 240 <= wide < 256 and full and not aligned and call.query[1] >= _MANY_QUERIES:
+        return params.without_persistence()
+    # Lengths: 265 us instead of 306 and 330 instead of 370 at 256, from 1 to 14 % in nine calls; but with 512 queries
+    # 50 instead of 48. At 248, 178 instead of 171.
+    if wide == 256 and call.key_lengths and call.query[1] >= 1024:
         return params.without_persistence()
     # Steps of 96 keys leave room for one buffer of queries. They gain with many queries: with 4,096, 598 us instead of
     # 611 at head_dim 176, and 670 instead of 678 at 208. With fewer, two buffers gain more: with 2,048, 206 instead of
