@@ -1,52 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's settings: those of the current thread, and those of the whole process."""
+"""JAX's settings for the whole process."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import operator
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 # The type stubs of `jax.config` lack its options.
 config: Any = jax.config
-
-
-class Numerics(NamedTuple):
-    """The settings in `jax.config` that change the numbers of a traced function."""
-
-    default_matmul_precision: str | None
-    enable_x64: bool
-    default_prng_impl: str
-    numpy_dtype_promotion: Any  # an enum of JAX
-    numpy_rank_promotion: str
-    threefry_partitionable: bool
-    softmax_custom_jvp: bool
-
-
-_numerics = operator.attrgetter(*(f"jax_{name}" for name in Numerics._fields))
-
-
-def numerics_in_force() -> Numerics:
-    """Return this thread's settings."""
-    return Numerics(*_numerics(config))
-
-
-@contextlib.contextmanager
-def numerics(wanted: Numerics) -> Iterator[None]:
-    """Apply settings in this thread within a `with` block.
-
-    Raises:
-        ValueError: JAX does not accept one of the values.
-    """
-    with contextlib.ExitStack() as stack:
-        for name, now, value in zip(Numerics._fields, numerics_in_force(), wanted, strict=True):
-            if now != value:
-                stack.enter_context(getattr(jax, name)(value))
-        yield
 
 
 def avoids_jit() -> bool:

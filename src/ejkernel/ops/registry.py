@@ -7,16 +7,15 @@ import contextlib
 import dataclasses
 import itertools
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from ejkernel.ops.config.selection import untuned
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
-from ejkernel.ops.core.types import Cfg, ConfigKey, Out
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.utils.validation import check_argument
-from ejkernel.ops.utils.weak_caches import Records
 
 
 class Recorded(tuple[Kernel[Any, Any], tuple[Any, ...], dict[str, Any]]):
@@ -34,7 +33,6 @@ class Recorded(tuple[Kernel[Any, Any], tuple[Any, ...], dict[str, Any]]):
 Invocations = dict[str, dict[str, dict[str, Recorded]]]
 
 _invocations: Invocations = {}
-_missed = Records[tuple[weakref.ref[Kernel[Any, Any]], Invocation[Any, Any]]]()
 _collectors: dict[int, list[Invocation[Any, Any]]] = {}
 _tokens = itertools.count(1)
 _unused: list[int] = []  # tokens under which no call was lowered
@@ -69,7 +67,7 @@ def clear_invocations() -> None:
     """Forget all recorded and missed calls."""
     with _lock:
         _invocations.clear()
-        _missed.clear()
+    untuned.clear()
 
 
 def missed() -> Invocations:
@@ -79,28 +77,11 @@ def missed() -> Invocations:
     `autotune_recorded(missed())` tunes them; tuned calls disappear from the result.
     """
     found: Invocations = {}
-    with _lock:
-        # A copy, because a collected kernel removes its entries.
-        noted = list(_missed.items())
-    for (device, op, call), (owner, inv) in noted:
+    for (device, op, call), (owner, inv) in list(untuned.items()):  # a copy: a collected kernel removes its entries
         kernel = owner()
         if kernel is not None:
             found.setdefault(device, {}).setdefault(op, {})[call] = Recorded(dataclasses.replace(inv, kernel=kernel))
     return found
-
-
-def note_missed(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], key: ConfigKey) -> None:
-    """Record an untuned call for the lifetime of its kernel; beyond the limit, only the latest calls are kept."""
-    if key not in _missed:
-        # Weak: recording a miss must not keep alive a kernel that the user has dropped.
-        owner = weakref.ref(kernel, lambda _: _missed.pop(key, None))
-        _missed.keep(key, (owner, inv.abstract(keeps_kernel=False)))
-
-
-def forget_missed(key: ConfigKey) -> None:
-    """Remove a call that has been tuned."""
-    with _lock:
-        _missed.pop(key, None)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from ejkernel.ops import Invocation, Kernel, TuningWarning
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.bench.oracle import KeptSettings
 from ejkernel.ops.autotuner.tuner import Autotuner
+from ejkernel.ops.core.context import numerics_in_force
 
 X = np.ones(5, np.float32)
 
@@ -94,7 +95,7 @@ def test_settings_of_a_thread_are_unchanged():
     with jax.default_matmul_precision("float32"):
         with kept.during("A"):
             pass
-        assert compat.settings.numerics_in_force().default_matmul_precision == "float32"
+        assert numerics_in_force().default_matmul_precision == "float32"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kept.tell()

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from ejkernel import compat
 from ejkernel.ops.autotuner.bench.oracle import Limits
 from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
 from ejkernel.ops.autotuner.process.threads import on_device_of
@@ -23,6 +22,7 @@ from ejkernel.ops.autotuner.trials.events import Counter, SearchFinished, emit, 
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import FAULTY, Status
 from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.core.context import numerics
 from ejkernel.ops.core.examples import GivenInputs, why_not_finite
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
@@ -167,7 +167,7 @@ class Autotuner:
         cancellation = Cancellation()
         try:
             # The call may have been recorded under other settings of JAX than those in force here.
-            with process_session(task.policy), on_device_of(task.inv), compat.settings.numerics(task.inv.numerics):
+            with process_session(task.policy), on_device_of(task.inv), numerics(task.inv.numerics):
                 data = tune_here(task, cancellation=cancellation, clock=self._clock)
         except TuningError:
             if cancellation.is_requested:  # the reason why nothing was measured

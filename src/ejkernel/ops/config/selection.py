@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any, ClassVar, Generic
 
@@ -22,19 +23,22 @@ from ejkernel.ops.config.tiers.tier import Consulted as Consulted
 from ejkernel.ops.config.tiers.tier import Resolution as Resolution
 from ejkernel.ops.config.tiers.tier import Tier
 from ejkernel.ops.core.context import is_measuring
+from ejkernel.ops.core.declared_names import note_type_of_heuristic
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, has_backward_heuristic, overrides, same_code
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import KernelWarning, NoConfigError, TuningWarning, UnstableKeyError, UnstableKeyWarning
-from ejkernel.ops.registry import forget_missed, note_missed
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import arguments
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.validation import check_argument
-from ejkernel.ops.utils.weak_caches import Copied, living
+from ejkernel.ops.utils.weak_caches import Copied, Records, living
 
 logger = logging.getLogger(__name__)
+
+# The missed calls of this process by key, the latest only beyond a limit. A dropped kernel takes its calls along.
+untuned = Records[tuple[weakref.ref[Kernel[Any, Any]], Invocation[Any, Any]]]()
 
 
 class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
@@ -186,7 +190,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         self.cache.remember(key, config, source)
         if self.persistent is not None and self.persist_autotune:
             self.persistent.put(key, config, **evidence)
-        forget_missed(key)
+        untuned.pop(key, None)
         if self._notes is not None:
             self._notes.withdraw(key)
 
@@ -207,7 +211,9 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         # Calls inside a candidate under measurement are no misses of the program.
         if key is None or is_measuring():
             return
-        note_missed(request.kernel, request.inv, key)
+        if key not in untuned:
+            owner = weakref.ref(request.kernel, lambda _: untuned.pop(key, None))
+            untuned.keep(key, (owner, request.inv.abstract(keeps_kernel=False)))
         if request.policy.note_misses and persistent is not None and persistent.path is not None:
             if self._notes is None or self._notes.cache_dir != persistent.path:
                 self._notes = MissedNotes(persistent.path)
@@ -273,6 +279,8 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         yield tiers.OVERRIDE, request.override()
         yield tiers.OVERLAY, request.overlay()
         yield tiers.MEMORY, request.memory()
+        if request.kernel.config_type is None:
+            note_type_of_heuristic(request.inv, request.kernel)
         yield tiers.PERSISTENT, request.saved(tiers.PERSISTENT, "use")
         yield tiers.SHIPPED, request.shipped(tiers.SHIPPED)
         if getattr(self.persistent, "shared", ()):

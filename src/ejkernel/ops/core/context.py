@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import threading
 from collections.abc import Hashable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import jax
 
 from ejkernel import compat
 
@@ -52,6 +55,40 @@ def current_scope() -> Scope:
     return scope
 
 
+class Numerics(NamedTuple):
+    """The settings in `jax.config` that change the numbers of a traced function."""
+
+    default_matmul_precision: str | None
+    enable_x64: bool
+    default_prng_impl: str
+    numpy_dtype_promotion: Any  # an enum of JAX
+    numpy_rank_promotion: str
+    threefry_partitionable: bool
+    softmax_custom_jvp: bool
+
+
+_numerics = operator.attrgetter(*(f"jax_{name}" for name in Numerics._fields))
+
+
+def numerics_in_force() -> Numerics:
+    """Return the settings of this thread."""
+    return Numerics(*_numerics(jax.config))
+
+
+@contextlib.contextmanager
+def numerics(wanted: Numerics) -> Iterator[None]:
+    """Apply settings in this thread within a `with` block.
+
+    Raises:
+        ValueError: JAX does not accept one of the values.
+    """
+    with contextlib.ExitStack() as stack:
+        for name, now, value in zip(Numerics._fields, numerics_in_force(), wanted, strict=True):
+            if now != value:
+                stack.enter_context(getattr(jax, name)(value))
+        yield
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
     """The settings under which a call was traced; it is resolved and computed under the same settings.
@@ -61,7 +98,7 @@ class Settings:
         scope: Ours: overlays, policies and recorders; by default those of this thread.
     """
 
-    numerics: compat.settings.Numerics = dataclasses.field(default_factory=compat.settings.numerics_in_force)
+    numerics: Numerics = dataclasses.field(default_factory=numerics_in_force)
     scope: Scope = dataclasses.field(default_factory=current_scope)
 
     @contextlib.contextmanager
@@ -69,8 +106,8 @@ class Settings:
         """Apply these settings inside the `with` block."""
         with contextlib.ExitStack() as stack:
             # This runs for every traced call, and in most programs nothing differs.
-            if self.numerics != compat.settings.numerics_in_force():
-                stack.enter_context(compat.settings.numerics(self.numerics))
+            if self.numerics != numerics_in_force():
+                stack.enter_context(numerics(self.numerics))
             if self.scope != current_scope():
                 stack.enter_context(entered(self.scope))
             yield

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import jax
 
-from ejkernel import compat
 from ejkernel.ops.core.callspec import METHODS, take_apart
+from ejkernel.ops.core.context import Numerics, numerics, numerics_in_force
 from ejkernel.ops.core.declared_names import names_of
 from ejkernel.ops.core.invocation import DEFAULT_PRNG, DEFAULT_PROMOTION, Invocation, invocation_of
 from ejkernel.ops.core.kernel import Kernel, living_kernels
@@ -76,7 +76,7 @@ def _rebuilt(
 ) -> Invocation[Any, Any]:
     try:
         # Settings are part of the key and affect the trace: use the description's, not those of this process.
-        with compat.settings.numerics(_numerics(data)):
+        with numerics(_numerics(data)):
             inv = _invocation(kernel, data, steps).abstract()
             description, call_key = inv.description, inv.call_key
     except DescriptionError:
@@ -157,9 +157,9 @@ def _invocation(
     return invocation_of(builder.node, builder.types, platform=device_kind())
 
 
-def _numerics(data: dict[str, Any]) -> compat.settings.Numerics:
+def _numerics(data: dict[str, Any]) -> Numerics:
     """Return the settings in a description; missing settings have JAX's defaults."""
-    return compat.settings.numerics_in_force()._replace(
+    return numerics_in_force()._replace(
         default_matmul_precision=data.get("precision"),
         enable_x64=data.get("x64", False),
         default_prng_impl=data.get("prng", DEFAULT_PRNG),

@@ -17,6 +17,7 @@ import jax
 from ejkernel import compat
 from ejkernel.ops.core.bucketing import Bucket, StandIn, checked_stand_in, not_idempotent
 from ejkernel.ops.core.callspec import take_apart, without_defaults
+from ejkernel.ops.core.context import Numerics, numerics_in_force
 from ejkernel.ops.core.hooks import PLATFORMS, Computation, form_of, heuristic_config, overrides
 from ejkernel.ops.core.transformations.batching import Level, Vmapped, unbatched
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
@@ -78,14 +79,10 @@ class Invocation(Generic[Cfg, Out]):
     stamp: bool = True
     method: str | None = None
     device: str = ""
-    precision: str | None = dataclasses.field(
-        default_factory=lambda: compat.settings.numerics_in_force().default_matmul_precision
-    )
-    x64: bool = dataclasses.field(default_factory=lambda: compat.settings.numerics_in_force().enable_x64)
-    prng: str = dataclasses.field(default_factory=lambda: compat.settings.numerics_in_force().default_prng_impl)
-    promotion: str = dataclasses.field(
-        default_factory=lambda: compat.settings.numerics_in_force().numpy_dtype_promotion.value
-    )
+    precision: str | None = dataclasses.field(default_factory=lambda: numerics_in_force().default_matmul_precision)
+    x64: bool = dataclasses.field(default_factory=lambda: numerics_in_force().enable_x64)
+    prng: str = dataclasses.field(default_factory=lambda: numerics_in_force().default_prng_impl)
+    promotion: str = dataclasses.field(default_factory=lambda: numerics_in_force().numpy_dtype_promotion.value)
     span: compat.processes.Span | None = dataclasses.field(default=None, repr=False)
     array_types: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(default=(), repr=False)
     _node: Node | None = dataclasses.field(default=None, repr=False)
@@ -125,9 +122,9 @@ class Invocation(Generic[Cfg, Out]):
         return suffix.rpartition(".")[2] if suffix else "fwd"
 
     @property
-    def numerics(self) -> compat.settings.Numerics:
+    def numerics(self) -> Numerics:
         """JAX's settings for the call."""
-        return compat.settings.numerics_in_force()._replace(
+        return numerics_in_force()._replace(
             default_matmul_precision=self.precision,
             enable_x64=self.x64,
             default_prng_impl=self.prng,

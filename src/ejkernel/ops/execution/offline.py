@@ -21,6 +21,7 @@ from ejkernel.ops.autotuner.tuner import Autotuner, process_session
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.context import numerics
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, kernel_of, unbound
 from ejkernel.ops.core.types import Cfg, ConfigKey
@@ -250,7 +251,7 @@ def _tune_one(
     more: dict[str, Any] = {} if inv.key not in compiled else {"compiled": compiled[inv.key]}
     if others:
         more |= {"weight": first.weight, "others": [_with_programs(other, compiled) for other in others]}
-    with compat.settings.numerics(inv.numerics):  # the call's settings, which may differ from the current ones
+    with numerics(inv.numerics):  # the call's settings, which may differ from the current ones
         data: AutotuneData = selector.search(inv, kernel_of(inv), policy=policy, resume=resume, **more)
     return data
 

@@ -22,6 +22,7 @@ from ejkernel import compat, settings
 from ejkernel.ops.autotuner.compile.schedules import cycles_of
 from ejkernel.ops.autotuner.compile.targets import Target, target_names
 from ejkernel.ops.autotuner.trials.candidates import Program, program_digest
+from ejkernel.ops.core.context import numerics
 from ejkernel.ops.core.examples import example_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.nodes import factors, local
@@ -79,7 +80,7 @@ def simulate_for(inv: Invocation[Cfg, Out], choice: Choice, target: Target, *, f
         CandidateError: The simulator cannot estimate this program.
     """
     own, types = _prepared(folder), example_types(inv)
-    with target.entered(), compat.settings.numerics(inv.numerics):
+    with target.entered(), numerics(inv.numerics):
         traced = _traced(inv.node, types, choice, target)
         facts = compat.tracing.kernel_facts(traced.jaxpr)
         reason = _why_refused(facts, target)

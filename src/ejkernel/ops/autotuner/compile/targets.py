@@ -17,6 +17,7 @@ import numpy as np
 
 from ejkernel import compat, settings
 from ejkernel.ops.autotuner.trials.candidates import Program, program_digest
+from ejkernel.ops.core.context import numerics
 from ejkernel.ops.core.examples import example_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.transformations.nodes import Choice
@@ -194,7 +195,7 @@ def compile_for(
         known: Digests of programs that are only lowered; they are returned without code.
     """
     types = [target.placed(like) for like in example_types(inv)]
-    with target.entered(), compat.settings.numerics(inv.numerics):
+    with target.entered(), numerics(inv.numerics):
         try:
             lowered = jax.jit(inv.node.flat(choice)).lower(*types)
         except RuntimeError as error:

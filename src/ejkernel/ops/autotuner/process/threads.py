@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.core.context import at_search_depth, current_scope, entered, search_depth
+from ejkernel.ops.core.context import at_search_depth, current_scope, entered, numerics, numerics_in_force, search_depth
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import TuningError
@@ -136,11 +136,11 @@ def in_callers_context(work: Callable[[], T], *, deeper: bool = False) -> Callab
     """
     depth = search_depth() + deeper
     device = default_device()
-    numerics = compat.settings.numerics_in_force()
+    own = numerics_in_force()
     scope = dataclasses.replace(current_scope(), recording=())
 
     def inside() -> T:
-        with at_search_depth(depth), compat.settings.numerics(numerics), jax.default_device(device), entered(scope):
+        with at_search_depth(depth), numerics(own), jax.default_device(device), entered(scope):
             return work()
 
     return inside

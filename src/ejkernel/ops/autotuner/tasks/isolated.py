@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ejkernel import compat
 from ejkernel.ops.autotuner.process.messages import Happened
 from ejkernel.ops.autotuner.process.serve import reports
 from ejkernel.ops.autotuner.process.supervisor import Deadline, WorkerDiedError, WorkerSilentError, WorkerStatus
@@ -21,7 +20,7 @@ from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.events import WorkerRestarted, emit, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.config.policy import PolicyChange
-from ejkernel.ops.core.context import Scope, current_scope, entered
+from ejkernel.ops.core.context import Scope, current_scope, entered, numerics
 from ejkernel.ops.errors import DeviceLostError, TuningError
 
 
@@ -74,7 +73,7 @@ def _carry_out(task: TuningTask, scope: Scope, sent: float) -> AutotuneData:
     with (
         entered(scope),
         on_device_of(task.inv),
-        compat.settings.numerics(task.inv.numerics),
+        numerics(task.inv.numerics),
         on_event(lambda event: mine.send(Happened(event))),
     ):
         return on_measuring_thread(run.run)

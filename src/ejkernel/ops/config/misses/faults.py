@@ -8,6 +8,7 @@ from typing import Any
 from ejkernel import compat
 from ejkernel.ops.config.cache import config_token
 from ejkernel.ops.config.tiers.tier import Consulted
+from ejkernel.ops.core.context import numerics
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, heuristic_config
 from ejkernel.ops.core.transformations.nodes import Choice
@@ -73,7 +74,7 @@ def why_not_traced(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], config: 
 def _traced(inv: Invocation[Any, Any], config: object) -> Exception | None:
     """Return the error of a call traced with a configuration, or `None`."""
     try:
-        with compat.settings.numerics(inv.numerics):
+        with numerics(inv.numerics):
             compat.tracing.traced(inv.node.flat(Choice(config=config, platform=inv.platform)), inv.argument_types)
     except Exception as error:  # noqa: BLE001 - returned
         return error

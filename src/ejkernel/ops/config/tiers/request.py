@@ -14,7 +14,7 @@ from ejkernel.ops.config.staleness import standing
 from ejkernel.ops.config.tiers import tier as tiers
 from ejkernel.ops.config.tiers.tier import Consulted, Resolution, Tier
 from ejkernel.ops.core.context import current_scope
-from ejkernel.ops.core.declared_names import check_kind, config_type_of, decode_config
+from ejkernel.ops.core.declared_names import check_kind, decode_config
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, check_config, heuristic_config
 from ejkernel.ops.core.types import ConfigKey
@@ -109,7 +109,7 @@ class Request:
             return self.no_key
         notes = []
         # Ask each layer: the policy may refuse an entry, and a later layer may have one from the current environment.
-        for config, entry in saved_in(self.persistent, self.key, config_type_of(self.inv, self.kernel)):
+        for config, entry in saved_in(self.persistent, self.key, self.kernel.config_type):
             misfit = self._misfit(config, "its entry in the persistent cache")
             if misfit:
                 return misfit
@@ -134,7 +134,7 @@ class Request:
             return "the chain does not use shipped configurations"
         device = sister_of(self.key.device) if tier is tiers.SISTER else self.key.device
         key = None if device is None else self.key._replace(device=device)
-        found = None if key is None else shipped_config(key, config_type_of(self.inv, self.kernel))
+        found = None if key is None else shipped_config(key, self.kernel.config_type)
         if found is None:
             return "no entry of a similar device" if tier is tiers.SISTER else "no entry"
         misfit = self._misfit(found.config, "the shipped configuration")
@@ -168,7 +168,6 @@ class Request:
         note = f"{note}; {found.source()}"
         if best is None:
             return note
-        config_type_of(self.inv, self.kernel)  # lets the estimate name it
         try:
             config = decode_config(best.config, best.config_type)
         except (ConfigError, SerializationError) as error:  # of another version of the kernel
