@@ -31,9 +31,9 @@ from ejkernel import settings
 from ejkernel.ops.autotuner.process.lifetime import look_in
 from ejkernel.ops.config._files import expanded
 from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.transformations.nodes import call_that_raised
 from ejkernel.ops.errors import ArgumentError, EjkernelError
 from ejkernel.ops.utils.messages.names import nearest
-from ejkernel.ops.utils.validation import call_that_raised
 
 _KEY: Final = re.compile("[0-9a-f]{16}")  # of a call
 _SHOWN: Final = 6  # maximum number of names, and of traceback frames, in a message

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypedDic
 import numpy as np
 
 from ejkernel.ops.config.spaces.space import ConfigSpace, given_constraints
-from ejkernel.ops.core.hooks import is_name
+from ejkernel.ops.core.callspec import is_call
+from ejkernel.ops.core.hooks import asked, is_name
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ConfigError, KernelError
 from ejkernel.ops.function_signature import signature_for_calls
-from ejkernel.ops.utils.messages.names import did_you_mean, frames_hidden, names_checked
+from ejkernel.ops.utils.messages.names import did_you_mean, frames_hidden, named, names_checked
 from ejkernel.ops.utils.storage.serialize import stable_json
-from ejkernel.ops.utils.validation import asked, is_call, named
 from ejkernel.ops.utils.values.scalars import plain
 
 Config = dict[str, Any]

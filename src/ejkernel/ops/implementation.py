@@ -17,9 +17,8 @@ from ejkernel.ops.core.hooks import warn_of_misspelt_hooks
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
 from ejkernel.ops.utils.error_text import error_text, example_text, value_text
 from ejkernel.ops.utils.fingerprint import TPU_NAMES, name_of_device
-from ejkernel.ops.utils.messages.names import NamedFields, did_you_mean
+from ejkernel.ops.utils.messages.names import NamedFields, check_argument, did_you_mean
 from ejkernel.ops.utils.services import Shown
-from ejkernel.ops.utils.validation import check_argument
 
 _HOOKS_OF_KERNELS: Final = {"heuristic_cfg": ("heuristic",), "config_space": ("space",), "candidate_cfgs": ("space",)}
 _CLOSE: Final = 0.7  # similarity of a misspelt implementation's name: `flash3` does not mean `splash`

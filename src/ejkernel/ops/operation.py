@@ -16,6 +16,7 @@ from ejkernel import compat
 from ejkernel.ops.config.published import Published, published_params
 from ejkernel.ops.config.spaces.alternatives import alternatives
 from ejkernel.ops.config.spaces.space import ConfigSpace
+from ejkernel.ops.core.hooks import check_candidates
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Out
@@ -23,7 +24,6 @@ from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, Unsuppo
 from ejkernel.ops.implementation import CallT, Implementation, Implementations, OperationConfig, without_residuals
 from ejkernel.ops.utils.fingerprint import platform_fingerprint, platform_kind, traced_for
 from ejkernel.ops.utils.messages.names import did_you_mean
-from ejkernel.ops.utils.validation import check_candidates
 from ejkernel.ops.utils.values.signature import is_array
 
 OpCfg = TypeVar("OpCfg", bound=OperationConfig)

@@ -15,7 +15,7 @@ from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.utils.validation import check_argument
+from ejkernel.ops.utils.messages.names import check_argument
 
 
 class Recorded(tuple[Kernel[Any, Any], tuple[Any, ...], dict[str, Any]]):

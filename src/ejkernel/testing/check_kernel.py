@@ -15,8 +15,7 @@ from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.operation import Operation, Selected
 from ejkernel.ops.utils.fingerprint import device_fingerprint, device_kind
-from ejkernel.ops.utils.messages.names import did_you_mean
-from ejkernel.ops.utils.validation import check_argument
+from ejkernel.ops.utils.messages.names import check_argument, did_you_mean
 from ejkernel.testing.programs import reported_crashes
 from ejkernel.testing.report import CheckReport, to_stderr
 from ejkernel.testing.rows import GROUPS

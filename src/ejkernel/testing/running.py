@@ -19,6 +19,7 @@ import numpy as np
 from ejkernel.ops.autotuner.bench.preparation import lower
 from ejkernel.ops.autotuner.trials.candidates import LISTED, config_id, heuristic_of, program_digest
 from ejkernel.ops.config.spaces.space import ConfigSpace
+from ejkernel.ops.core.hooks import check_candidates
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config, has_gradient_rule
 from ejkernel.ops.core.transformations.nodes import Choice
@@ -27,7 +28,6 @@ from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import arguments, compact
 from ejkernel.ops.utils.storage.encode import stable_json
-from ejkernel.ops.utils.validation import check_candidates
 from ejkernel.testing.forms import backward_call, export_row, key_row, pickle_row, platform_rows, weak_type_row
 from ejkernel.testing.inputs import dtype_rows, size_rows, value_rows
 from ejkernel.testing.numbers import Numbers

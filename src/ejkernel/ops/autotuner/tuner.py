@@ -29,8 +29,8 @@ from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import GradientWarning, TuningError, TuningWarning
 from ejkernel.ops.utils.formatting import arguments, compact
+from ejkernel.ops.utils.messages.names import check_argument, is_count
 from ejkernel.ops.utils.messages.warn import warn
-from ejkernel.ops.utils.validation import check_argument, is_count
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.compile.bundles import BundledCall

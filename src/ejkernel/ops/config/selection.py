@@ -31,8 +31,8 @@ from ejkernel.ops.errors import KernelWarning, NoConfigError, TuningWarning, Uns
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import arguments
+from ejkernel.ops.utils.messages.names import check_argument
 from ejkernel.ops.utils.messages.warn import warn
-from ejkernel.ops.utils.validation import check_argument
 from ejkernel.ops.utils.weak_caches import Copied, Records, living
 
 logger = logging.getLogger(__name__)

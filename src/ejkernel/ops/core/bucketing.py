@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ejkernel.ops.core.callspec import CallSpec, array_names
+from ejkernel.ops.core.callspec import CallSpec, array_names, is_call
 from ejkernel.ops.errors import ArgumentError, KernelError
-from ejkernel.ops.utils.validation import is_call
 from ejkernel.ops.utils.values.signature import abstract, is_array
 
 StandIn = tuple[CallSpec, list[jax.ShapeDtypeStruct]]

@@ -18,7 +18,6 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CallError, KernelError
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.messages.names import BUDGETS, misfit, raise_if_misfit
-from ejkernel.ops.utils.validation import is_call
 from ejkernel.ops.utils.values.identity import Held, Strong, by_is, identity, identity_of_node
 from ejkernel.ops.utils.values.scalars import Takes, python_numbers, resolved_annotations, takes_of
 from ejkernel.ops.utils.values.signature import as_array, is_array, wraps_array
@@ -112,6 +111,13 @@ class CallSpec:
 
 def _restored(kernel: Computation[Cfg, Out], tree: tuple[Any, Any], method: str | None) -> CallSpec:
     return take_apart(kernel, *tree, method)[0]
+
+
+def is_call(value: object) -> bool:
+    """Return whether `value` is `(args, kwargs)`, and not e.g. `(array, {})`."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    return isinstance(value[0], tuple | list) and isinstance(value[1], Mapping)
 
 
 def prepared(

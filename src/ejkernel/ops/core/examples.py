@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.core.callspec import prepared, take_apart
-from ejkernel.ops.core.hooks import Computation
+from ejkernel.ops.core.callspec import is_call, prepared, take_apart
+from ejkernel.ops.core.hooks import Computation, asked
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, kernel_of, overrides
 from ejkernel.ops.core.transformations.batching import Level, Vmapped
@@ -22,7 +22,6 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.random_arrays import LARGE, drawn_integers, random_array
-from ejkernel.ops.utils.validation import asked, is_call
 from ejkernel.ops.utils.values.signature import is_array, is_inexact
 
 Save = Callable[..., Sequence[Any]]

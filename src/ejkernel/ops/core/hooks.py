@@ -8,18 +8,19 @@ import difflib
 import inspect
 import re
 import sys
+import traceback
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Protocol, Self
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from ejkernel import compat
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import CallError, ConfigError, KernelError, KernelWarning, UnsupportedError
-from ejkernel.ops.utils.error_text import example_text, instance_text
+from ejkernel.ops.errors import CallError, ConfigError, EjkernelError, KernelError, KernelWarning, UnsupportedError
+from ejkernel.ops.utils.error_text import error_text, example_text, instance_text, value_text
 from ejkernel.ops.utils.fingerprint import has_mosaic_gpu, platform_kind
+from ejkernel.ops.utils.messages.names import field_advice
 from ejkernel.ops.utils.messages.warn import warn
-from ejkernel.ops.utils.validation import asked, check_candidates
 from ejkernel.ops.utils.weak_caches import Noted
 
 _NEXT_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
@@ -40,6 +41,8 @@ _USUAL_NAMES = {  # names of other libraries and of `Implementation`, and the ho
     **dict.fromkeys(("space", "search_space", "configs", "candidates"), ("config_space", "candidate_cfgs")),
 }
 _FORMS_ON_AMD = ("triton", "gpu", "xla")
+_OF_OPERATIONS = ("describe", "unsupported", "heuristic", "space", "params_fault", "doubt", "preference")
+T = TypeVar("T")
 
 
 class Computation(Noted, Generic[Cfg, Out]):
@@ -388,6 +391,31 @@ def has_backward_heuristic(kernel: Computation[Cfg, Out], platform: str) -> bool
     return overrides(kernel, form_of(kernel, "bwd_heuristic_cfg", platform))
 
 
+def asked(what: str, function: Callable[..., T], *args: object, **kwargs: object) -> T:
+    """Call a user's function and return its result; `what` names the function in the error.
+
+    Raises:
+        KernelError: The function raised an exception that is not an ejkernel error.
+    """
+    try:
+        return function(*args, **kwargs)
+    except EjkernelError:
+        raise
+    except Exception as error:
+        inner = _inner_hook(error)
+        raise KernelError(f"{what}{inner and f': {inner}'} raised {error_text(error)}{field_advice(error)}") from error
+
+
+def _inner_hook(error: BaseException) -> str:
+    """Return the name of the user's method, of an operation or an implementation, that raised; empty if none did."""
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner, _, name = frame.f_code.co_qualname.rpartition(".")
+        if owner and name in _OF_OPERATIONS and not str(frame.f_globals.get("__name__")).startswith("ejkernel."):
+            found = f"{owner.rpartition('.')[2]}.{name}"
+    return found
+
+
 def heuristic_config(kernel: Computation[Cfg, Out], inv: _Directed) -> Any:
     """Return the configuration of the kernel's heuristic for a call, checked."""
     form = _form_for(kernel, "heuristic_cfg", inv)
@@ -410,6 +438,18 @@ def candidates(kernel: Computation[Cfg, Out], name: str, inv: _Directed) -> Coll
         for index, config in enumerate(found):
             check_config(kernel, config, f"item {index} of the result of {form}")
     return found
+
+
+def check_candidates(found: object, what: str) -> Collection[Any]:
+    """Return the candidates after checking that they are a collection; `what` names them in the message.
+
+    Raises:
+        ConfigError: The candidates are not a collection.
+    """
+    if isinstance(found, Collection) and not isinstance(found, str | bytes | Mapping):
+        return found
+    hint = "; a generator can be iterated only once" if hasattr(found, "__next__") else ""
+    raise ConfigError(f"{what} must be a list of configurations or a ConfigSpace, got {value_text(found)}{hint}.")
 
 
 def same_code(left: Computation[Cfg, Out], right: Computation[Cfg, Out]) -> bool:

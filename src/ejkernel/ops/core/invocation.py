@@ -16,15 +16,15 @@ import jax
 
 from ejkernel import compat
 from ejkernel.ops.core.bucketing import Bucket, StandIn, checked_stand_in, not_idempotent
-from ejkernel.ops.core.callspec import take_apart, without_defaults
+from ejkernel.ops.core.callspec import is_call, take_apart, without_defaults
 from ejkernel.ops.core.context import Numerics, numerics_in_force
-from ejkernel.ops.core.hooks import PLATFORMS, Computation, form_of, heuristic_config, overrides
+from ejkernel.ops.core.hooks import PLATFORMS, Computation, asked, form_of, heuristic_config, overrides
 from ejkernel.ops.core.transformations.batching import Level, Vmapped, unbatched
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import ArgumentError, NoConfigError, UnstableKeyError, UnsupportedError
 from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint, sharding_fingerprint
-from ejkernel.ops.utils.validation import asked, check_argument, is_call
+from ejkernel.ops.utils.messages.names import check_argument
 from ejkernel.ops.utils.values.signature import (
     HasType,
     abstract,

@@ -31,9 +31,8 @@ from ejkernel.ops.errors import ArgumentError, CallError, NoConfigError
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.error_text import error_text, value_text
 from ejkernel.ops.utils.formatting import compact
-from ejkernel.ops.utils.messages.names import hide_frames
+from ejkernel.ops.utils.messages.names import hide_frames, named
 from ejkernel.ops.utils.random_arrays import random_inputs
-from ejkernel.ops.utils.validation import named
 from ejkernel.ops.utils.weak_caches import living
 
 logger = logging.getLogger(__name__)

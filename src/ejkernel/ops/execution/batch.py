@@ -12,7 +12,7 @@ import jax
 from ejkernel.ops.core.kernel import Kernel, unbound
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.execution.executor import Executor, default_executor
-from ejkernel.ops.utils.validation import check_argument
+from ejkernel.ops.utils.messages.names import check_argument
 
 
 def vmap_with_config(

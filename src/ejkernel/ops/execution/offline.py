@@ -32,10 +32,9 @@ from ejkernel.ops.registry import Recorded, get_invocations
 from ejkernel.ops.utils.error_text import where
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.formatting import arguments
-from ejkernel.ops.utils.messages.names import BUDGETS, frames_hidden, raise_if_misfit
+from ejkernel.ops.utils.messages.names import BUDGETS, check_argument, frames_hidden, is_count, raise_if_misfit
 from ejkernel.ops.utils.messages.warn import say_on_terminal, warn
 from ejkernel.ops.utils.meta import SPLIT
-from ejkernel.ops.utils.validation import check_argument, is_count
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.compile.bundles import BundledCall

@@ -23,7 +23,7 @@ from ejkernel import compat
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.fingerprint import device_fingerprint
-from ejkernel.ops.utils.validation import check_argument
+from ejkernel.ops.utils.messages.names import check_argument
 from ejkernel.ops.utils.values.signature import describe
 
 P = ParamSpec("P")

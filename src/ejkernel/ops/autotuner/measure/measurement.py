@@ -34,7 +34,7 @@ from ejkernel.ops.autotuner.measure.timers import (
 from ejkernel.ops.autotuner.process.threads import on_measuring_thread
 from ejkernel.ops.errors import CandidateError, ConfigError
 from ejkernel.ops.utils.error_text import error_text
-from ejkernel.ops.utils.validation import check_argument, is_count
+from ejkernel.ops.utils.messages.names import check_argument, is_count
 from ejkernel.ops.utils.values.signature import is_array
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.autotuner.tasks.task import SharedCall
-from ejkernel.ops.core.callspec import array_names, take_apart
+from ejkernel.ops.core.callspec import array_names, is_call, take_apart
 from ejkernel.ops.core.examples import GivenInputs, makes_inputs
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, prepared
@@ -20,7 +20,6 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, TuningWarning
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.messages.warn import warn
-from ejkernel.ops.utils.validation import is_call
 
 Inputs = bool | Sequence[Any] | Callable[[np.random.Generator], Any] | None
 

@@ -27,7 +27,7 @@ from ejkernel.ops.core.kernel import check_config
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import EjkernelError, KernelError, TuningError
 from ejkernel.ops.utils.error_text import error_text
-from ejkernel.ops.utils.validation import named
+from ejkernel.ops.utils.messages.names import named
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.compile.processes import Compiler

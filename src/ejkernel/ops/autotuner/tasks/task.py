@@ -15,11 +15,11 @@ from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.examples import GivenInputs
+from ejkernel.ops.core.hooks import asked, check_candidates
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of, kernel_of, overrides
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.utils.formatting import arguments, compact, counted
-from ejkernel.ops.utils.validation import asked, check_candidates
 
 _LOOKED_AT: Final = 256  # configurations tried to find the first that all calls can share
 

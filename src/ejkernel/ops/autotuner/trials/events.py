@@ -14,9 +14,8 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import TuningWarning
 from ejkernel.ops.utils.error_text import error_text, printable_lines
-from ejkernel.ops.utils.messages.names import called_in_with
+from ejkernel.ops.utils.messages.names import called_in_with, check_argument
 from ejkernel.ops.utils.messages.warn import warn
-from ejkernel.ops.utils.validation import check_argument
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

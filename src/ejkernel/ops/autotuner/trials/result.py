@@ -20,10 +20,10 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, terminal_width, text_table
+from ejkernel.ops.utils.messages.names import check_argument
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json, to_data
-from ejkernel.ops.utils.validation import check_argument
 
 _SCHEMA = 2
 

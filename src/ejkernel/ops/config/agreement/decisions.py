@@ -15,8 +15,8 @@ import jax
 
 from ejkernel import compat
 from ejkernel.ops.errors import AgreementError, SerializationError
+from ejkernel.ops.utils.messages.names import check_argument
 from ejkernel.ops.utils.storage.serialize import check_schema, from_plain, parse_json, stable_json
-from ejkernel.ops.utils.validation import check_argument
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import error_text, where
-from ejkernel.ops.utils.validation import check_argument
+from ejkernel.ops.utils.messages.names import check_argument
 
 _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _SHOWN = 16  # axes named in a message

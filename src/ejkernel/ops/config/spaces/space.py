@@ -21,8 +21,7 @@ from ejkernel.ops.config.spaces.parts import Point as Point
 from ejkernel.ops.errors import ConfigError, EjkernelError, KernelError
 from ejkernel.ops.utils.error_text import error_text, where
 from ejkernel.ops.utils.formatting import counted
-from ejkernel.ops.utils.messages.names import NamedArguments
-from ejkernel.ops.utils.validation import check_argument
+from ejkernel.ops.utils.messages.names import NamedArguments, check_argument
 
 Cfg = TypeVar("Cfg")
 

@@ -16,7 +16,7 @@ import jax
 
 from ejkernel import compat
 from ejkernel.ops.core.callspec import CallSpec, take_apart
-from ejkernel.ops.core.hooks import overrides
+from ejkernel.ops.core.hooks import asked, overrides
 from ejkernel.ops.core.sharding.nodes import factors
 from ejkernel.ops.core.sharding.rule import Factor, Factors
 from ejkernel.ops.core.sharding.split import CallPart, Shapes, Split
@@ -24,7 +24,7 @@ from ejkernel.ops.core.transformations.autodiff import Linear, ThroughResiduals
 from ejkernel.ops.core.transformations.batching import LinearVmapped, TransposedVmapped, Vmapped, unbatched
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, Wrapper
 from ejkernel.ops.errors import KernelError
-from ejkernel.ops.utils.validation import asked, named
+from ejkernel.ops.utils.messages.names import named
 from ejkernel.ops.utils.values.signature import HasType, is_inexact
 
 _Axis = int | None

@@ -7,9 +7,10 @@ nodes take `(*residuals, *primals, *linear)` and know their transpose.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import jax
@@ -26,13 +27,15 @@ from ejkernel.ops.core.hooks import (
     writes_residual_form,
 )
 from ejkernel.ops.core.transformations.jax_residuals import forward_with_jax_residuals, gradients_from_jax_residuals
-from ejkernel.ops.errors import GradientError, KernelError
+from ejkernel.ops.errors import EjkernelError, GradientError, KernelError
 from ejkernel.ops.utils.error_text import value_text
-from ejkernel.ops.utils.validation import noting
+from ejkernel.ops.utils.formatting import compact
+from ejkernel.ops.utils.messages.names import array_advice
 from ejkernel.ops.utils.values.signature import is_array, is_inexact
 
 Flat = Callable[..., tuple[Any, ...]]
 
+_RAN_WITH = " ran with "
 _LEADING = {  # the leading positional parameters of a rule; the arguments of `run` may follow
     "custom_vjp": ("primals", "cfg", "kwargs", "cotangents"),
     "vjp": ("residuals", "out", "cotangents"),
@@ -447,3 +450,38 @@ def _wanted(kernel: Computation[Any, Any], name: str) -> str:
     rest = [str(p) for p in plain if p.kind is p.VAR_KEYWORD]
     star = [] if any(text.startswith("*") for text in positional) else ["*"]
     return f"{name}({', '.join(['self', *_LEADING[name], *positional, *star, 'cfg', *named, *rest])})"
+
+
+@contextlib.contextmanager
+def noting(op_id: str, config: object, arguments: object) -> Iterator[None]:
+    """Add notes to an exception in a `with` block, unless it is ejkernel's.
+
+    They have the configuration and the types of the arrays, and say if an argument must be an array.
+    """
+    try:
+        yield
+    except EjkernelError:
+        raise
+    except Exception as error:
+        arrays = ", ".join(str(jax.typeof(leaf)) for leaf in jax.tree.leaves(arguments) if is_array(leaf))
+        error.add_note(f"{op_id}{_RAN_WITH}{compact(config)}{f' for {arrays}' if arrays else ''}.")
+        if advice := array_advice(error):
+            error.add_note(f"{advice[:1].upper()}{advice[1:]}")
+        lists = jax.tree.leaves(arguments, is_leaf=_is_list) if isinstance(error, TypeError) else ()
+        if any(map(_is_list_of_numbers, lists)):
+            error.add_note("An argument is a list of numbers, which JAX does not convert: pass jnp.asarray(...).")
+        raise
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
+def _is_list_of_numbers(value: object) -> bool:
+    """Return whether a value is a list, perhaps nested, of nothing but numbers or tracers of numbers."""
+    return _is_list(value) and all(getattr(leaf, "ndim", 0) == 0 for leaf in jax.tree.leaves(value))
+
+
+def call_that_raised(error: BaseException) -> str:
+    """Return the note of `noting` with the call that raised an exception; empty without one."""
+    return next((note for note in getattr(error, "__notes__", ()) if _RAN_WITH in note), "")

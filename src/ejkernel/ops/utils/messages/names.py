@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, NoReturn, ParamSpec, Self, TypeVar, cast
 
-from ejkernel.ops.errors import ArgumentError, CallError, EjkernelError
+from ejkernel.ops.errors import ArgumentError, CallError, ConfigError, EjkernelError, KernelError, TuningError
+from ejkernel.ops.utils.error_text import value_text
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,6 +28,22 @@ _REJECTED: Final = re.compile(r"([\w.<>]+)\.__init__\(\) got an unexpected keywo
 _OF_ARRAYS: Final = frozenset(("shape", "dtype", "ndim", "size", "T", "reshape", "astype", "sum", "mean", "at"))
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_PREFIXED = (ArgumentError, ConfigError, KernelError, TuningError)  # without subclasses: their constructors may differ
+
+
+def check_argument(is_right: bool, name: str, wanted: str, value: object) -> None:
+    """Check an argument; `wanted` describes valid values in the message.
+
+    Raises:
+        ArgumentError: `is_right` is false.
+    """
+    if not is_right:
+        raise ArgumentError(f"{name} must be {wanted}, got {value_text(value)}.")
+
+
+def is_count(value: object, least: int) -> bool:
+    """Return whether `value` is an `int` of at least `least`."""
+    return type(value) is int and value >= least
 
 
 def nearest(name: object, names: Iterable[str], least: float = 0.6) -> str | None:
@@ -273,6 +291,17 @@ def _too_many(called: str, signature: inspect.Signature, args: Sequence[object])
     by_name = [f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY]
     rest = f"; pass the others by name: {', '.join(by_name)}." if by_name else "."
     return f"{called} takes {count} by position{which}, got {len(args)}{rest}"
+
+
+@contextlib.contextmanager
+def named(op_id: str) -> Iterator[None]:
+    """Prefix errors in a `with` block with the operation's name, unless they already start with it."""
+    try:
+        yield
+    except (ArgumentError, ConfigError, KernelError, TuningError) as error:
+        if type(error) not in _PREFIXED or str(error).startswith(op_id):
+            raise
+        raise type(error)(f"{op_id}: {error}") from error
 
 
 class NoBlock:
