@@ -22,7 +22,7 @@ from ejkernel.cli import main
 from ejkernel.ops import ConfigSelectorChain, Invocation, PersistentCache, tune
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
-from ejkernel.ops.config import staleness
+from ejkernel.ops.config import entries
 from ejkernel.ops.config._files import version
 from ejkernel.ops.config.misses.notes import MissedNotes
 
@@ -178,7 +178,7 @@ def test_verify_reads_the_layers_of_the_default_cache(clean, capsys, monkeypatch
 
 
 def test_verify_counts_entries_of_other_versions(clean, capsys, monkeypatch):
-    monkeypatch.setattr(staleness, "version", lambda name: "9.9" if name == "jax" else version(name))
+    monkeypatch.setattr(entries, "version", lambda name: "9.9" if name == "jax" else version(name))
     status, out, _ = run(capsys, "verify", cache=clean)
     assert (status, out.splitlines()[0]) == (0, f"2 entries: measured with jax {jax.__version__}, not 9.9")
     found = json.loads(run(capsys, "verify", "--json", cache=clean)[1])

@@ -21,8 +21,8 @@ from ejkernel.cli import explain, main, report, show
 from ejkernel.modules import flash_attention as flash
 from ejkernel.ops import ConfigSelectorChain, Invocation, PersistentCache
 from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState
+from ejkernel.ops.config.cache import ORDER
 from ejkernel.ops.config.selection import Resolution
-from ejkernel.ops.config.tiers.tier import ORDER
 from ejkernel.ops.execution.explain import Explanation
 from ejkernel.ops.utils.formatting import terminal_width
 

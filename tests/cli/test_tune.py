@@ -29,7 +29,8 @@ from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.fleet import ray_executor
 from ejkernel.ops.autotuner.tasks import in_process
 from ejkernel.ops.autotuner.tasks.run import TuningRun
-from ejkernel.ops.config import persistent, staleness
+from ejkernel.ops.config import entries as stored
+from ejkernel.ops.config import persistent
 from ejkernel.ops.config.policy import effective_policy
 
 pytestmark = pytest.mark.slow
@@ -338,7 +339,7 @@ def test_a_call_out_of_time_is_tuned_in_part(program, capsys):
 def test_stale_calls_are_tuned_again_on_request(program, capsys, monkeypatch):
     arguments = ("tune", "--in-process", "program:forward", "--cache", "saved", "--dry-run")
     run(capsys, "tune", "--in-process", "program:forward", "--cache", "saved")
-    monkeypatch.setattr(staleness, "version", lambda name: "9.9")
+    monkeypatch.setattr(stored, "version", lambda name: "9.9")
     assert re.search(r"product@v0 .* complete$", run(capsys, *arguments)[1], re.M)
     monkeypatch.setenv("EJKERNEL_STALE", "jax=retune")
     assert re.search(r"product@v0 .* stale$", run(capsys, *arguments)[1], re.M)

@@ -17,10 +17,9 @@ from ejkernel.cli.show import begins, none_begins, opened
 from ejkernel.cli.sources import Source, find_in_worker, find_on
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.trials.status import SearchState
-from ejkernel.ops.config.cache import ConfigCache
+from ejkernel.ops.config.cache import AUTOTUNE, MEMORY, ORDER, PERSISTENT, SHARED, SHIPPED, ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain, Consulted
-from ejkernel.ops.config.tiers.tier import AUTOTUNE, MEMORY, ORDER, PERSISTENT, SHARED, SHIPPED
 from ejkernel.ops.core.kernel import Kernel, living_kernels, overrides, run_forms
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, TuningError

@@ -27,7 +27,17 @@ from ejkernel.ops.autotuner.store.saving import heuristic_since, why_not_run
 from ejkernel.ops.autotuner.trials.status import SearchState
 from ejkernel.ops.config._files import ENTRY, UnusableError, files, is_url
 from ejkernel.ops.config._writing import Seen, is_being_written, remove_judged, restore_aside, seen
-from ejkernel.ops.config.entries import StoredEntry, decoded, read_entry
+from ejkernel.ops.config.entries import (
+    UNKNOWN,
+    Difference,
+    StoredEntry,
+    decoded,
+    differences,
+    measured_with,
+    read_entry,
+    space_digest,
+    text_of_differences,
+)
 from ejkernel.ops.config.estimates import FOLDER as ESTIMATES
 from ejkernel.ops.config.estimates import EstimateFiles
 from ejkernel.ops.config.misses.notes import FOLDER as NOTES
@@ -35,14 +45,6 @@ from ejkernel.ops.config.misses.notes import MissedNotes
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.shared.layer import FOLDER
 from ejkernel.ops.config.shared.packs import SUFFIX, verify
-from ejkernel.ops.config.staleness import (
-    UNKNOWN,
-    Difference,
-    differences,
-    measured_with,
-    space_digest,
-    text_of_differences,
-)
 from ejkernel.ops.core.declared_names import config_type_of
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.invocation import Invocation

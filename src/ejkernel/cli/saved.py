@@ -13,10 +13,9 @@ from ejkernel.ops.autotuner.store.saving import heuristic_since, why_not_run
 from ejkernel.ops.autotuner.tasks.task import SharedCall, shares_of
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState
-from ejkernel.ops.config.entries import StoredEntry
+from ejkernel.ops.config.entries import StoredEntry, differences, space_digest, standing
 from ejkernel.ops.config.policy import Action
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.config.staleness import differences, space_digest, standing
 from ejkernel.ops.core.declared_names import config_type_of
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import kernel_of

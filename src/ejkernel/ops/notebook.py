@@ -15,10 +15,9 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, remark
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry, before_and_after
 from ejkernel.ops.autotuner.trials.status import SearchState, stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import SearchView, view_of
-from ejkernel.ops.config.cache import ConfigCache
+from ejkernel.ops.config.cache import ConfigCache, Consulted, Resolution
 from ejkernel.ops.config.entries import key_cells, time_in
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.tiers.tier import Consulted, Resolution
 from ejkernel.ops.execution.explain import Explanation, Explanations
 from ejkernel.ops.implementation import OperationConfig
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tests.ops.sample_kernels import Double
 
+from ejkernel.ops.config.cache import CHOOSER, FORWARD, HEURISTIC, OVERLAY, OVERRIDE, Tier
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy, policy_override
-from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
-from ejkernel.ops.config.tiers.tier import CHOOSER, FORWARD, HEURISTIC, OVERLAY, OVERRIDE, BareChooser, Tier
+from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Resolution
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ConfigError, NoConfigError
 from ejkernel.ops.execution.executor import Executor

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import pytest
 
+from ejkernel.ops.config import request
 from ejkernel.ops.config.entries import shipped_config, sister_of
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.config.tiers import request
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import ConfigKey

@@ -21,16 +21,16 @@ from ejkernel.ops import (
     default_executor,
     set_default_executor,
 )
-from ejkernel.ops.config import staleness
+from ejkernel.ops.config import entries
 from ejkernel.ops.config._files import location
 from ejkernel.ops.config._writing import write_file
-from ejkernel.ops.config.entries import text_of
-from ejkernel.ops.config.staleness import (
+from ejkernel.ops.config.entries import (
     Difference,
     StalePolicy,
     differences,
     measured_with,
     space_digest,
+    text_of,
 )
 from ejkernel.ops.errors import ConfigError, NoConfigError
 from ejkernel.settings import Settings
@@ -93,10 +93,10 @@ def test_an_entry_that_does_not_say_is_unknown_and_differs_from_nothing(cache, i
 
 
 def test_differences_name_the_current_version(monkeypatch):
-    monkeypatch.setattr(staleness, "driver_of", lambda device: "580.1")
+    monkeypatch.setattr(entries, "driver_of", lambda device: "580.1")
     found = differences(entry(jax="0.0.1", driver="570.2"), None)
     assert {difference.field for difference in found} == {"jax", "driver"}
-    assert "measured with driver 570.2, not 580.1" in staleness.text_of_differences(found)
+    assert "measured with driver 570.2, not 580.1" in entries.text_of_differences(found)
     assert str(Difference("space", "a", "b")) == "its search space has changed since"
 
 

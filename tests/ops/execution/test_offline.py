@@ -27,7 +27,7 @@ from ejkernel.ops import (
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, SearchStarted, emit
 from ejkernel.ops.autotuner.trials.outcome import Outcome
-from ejkernel.ops.config.staleness import space_digest
+from ejkernel.ops.config.entries import space_digest
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.offline import tune_invocations, tune_together

@@ -21,11 +21,11 @@ from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.autotuner.tuner import Autotuner
+from ejkernel.ops.config.cache import AUTOTUNE, ESTIMATED, PUBLISHED
 from ejkernel.ops.config.estimates import PRUNED_FROM, EstimatedTime, EstimateFiles
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
-from ejkernel.ops.config.tiers.tier import AUTOTUNE, ESTIMATED, PUBLISHED
 from ejkernel.ops.core.context import is_measuring
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of a persistent cache: their layout, their files and their content; and the shipped entries.
+"""Entries of a persistent cache: their layout, files and content; the shipped entries; and stale entries.
 
 Shipped configurations were measured on a few devices, and are also useful on their sister devices. They are separate
 tiers, not a layer of the persistent cache. So `ejkernel tune` still tunes calls that only have a shipped configuration,
 and the cache commands list only the user's entries. An entry for the same device ranks before tuning. A sister's
 entry, from another device with the same chip, ranks after tuning and counts as a miss, so any measurement on this
 machine replaces it.
+
+A stale entry was measured with other versions than those here. The kernel's version and the device are parts of the
+key, so entries of other versions or devices are misses.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -21,23 +25,31 @@ from typing import Any, Final, NamedTuple
 
 from ejkernel.ops.config._files import (
     UnusableError,
+    driver_of,
     identity,
     location,
     or_unusable,
     provenance,
     read_file,
     restored_key,
+    version,
     warn_of,
 )
+from ejkernel.ops.config.policy import Action, StalePolicy
+from ejkernel.ops.config.spaces.axes import Axis
+from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.declared_names import read_config, type_name
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel, candidates_of
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import ConfigError, SerializationError
+from ejkernel.ops.errors import ConfigError, EjkernelError, SerializationError
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import cases
-from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json, to_data
+from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json, stable_json, to_data
 
 SCHEMA: Final = 2  # raise when the layout of an entry changes; an entry of another schema is a miss with a warning
 WHAT: Final = "an entry of this cache"
+UNKNOWN: Final = "unknown"  # a version that an entry does not tell
 LARGEST: Final = 4 << 20  # bytes of an entry; a typical entry has a few thousand
 
 
@@ -315,3 +327,100 @@ def sister_of(device: str) -> str | None:
     """Return the measured device with the same chip as `device`, or `None`; only clocks, memory and host may differ."""
     found = next((measured for pattern, measured in _SISTERS if pattern.match(device)), None)
     return None if found == device else found
+
+
+# --- stale entries ---
+
+
+class Difference(NamedTuple):
+    """A stored version and the current version; `here` is `None` if this machine lacks the component."""
+
+    field: str
+    stored: str
+    here: str | None
+
+    def __str__(self) -> str:
+        if self.field == "space":
+            return "its search space has changed since"
+        if self.field == "heuristic":
+            return "its heuristic has changed since"
+        return printable(f"measured with {self.field} {self.stored}, not {self.here or 'none'}")
+
+
+def measured_with(entry: StoredEntry) -> dict[str, str]:
+    """Return the versions stored with a measurement; `UNKNOWN` where the entry has no information."""
+    measured: Any = entry.measured or {}
+    said = {**entry.provenance, "space": measured.get("space")}
+    found = {field.name: said.get(field.name) for field in dataclasses.fields(StalePolicy)}
+    return {name: value if isinstance(value, str) and value else UNKNOWN for name, value in found.items()}
+
+
+def differences(entry: StoredEntry, space: str | None = None) -> tuple[Difference, ...]:
+    """Return the differences between an entry's versions and the current environment; unknown values are skipped.
+
+    Args:
+        entry: The entry.
+        space: The digest of the kernel's current search space for the call; `None` if unknown.
+    """
+    device = getattr(entry.key, "device", None)
+    here = {"jax": version("jax"), "jaxlib": version("jaxlib"), "driver": driver_of(device), "space": space}
+    asked = [name for name in here if here[name] is not None]
+    said = measured_with(entry)
+    return tuple(Difference(name, said[name], here[name]) for name in asked if said[name] not in (UNKNOWN, here[name]))
+
+
+def text_of_differences(found: tuple[Difference, ...]) -> str:
+    """Return the differences in words."""
+    return ", ".join(map(str, found))
+
+
+def standing(
+    policy: StalePolicy,
+    entry: StoredEntry | None,
+    kernel: Kernel[Any, Any],
+    inv: Invocation[Any, Any],
+    *,
+    look: bool = False,
+) -> tuple[Action, str]:
+    """Return what to do with a saved configuration (`use`, `retune` or `refuse`), and how it is stale, in words.
+
+    Args:
+        policy: The action for each difference: another JAX, jaxlib, driver or search space.
+        entry: The saved entry of the call; without one (`None`) the answer is `("use", "")`.
+        kernel: The kernel of the call.
+        inv: The call.
+        look: Whether to compare search spaces even if that cannot change the action.
+    """
+    if entry is None:
+        return "use", ""
+    looks = (look or policy.space != "use") and measured_with(entry)["space"] != UNKNOWN
+    found = differences(entry, space_digest(kernel, inv) if looks else None)
+    return policy.action(difference.field for difference in found), text_of_differences(found)
+
+
+def space_digest(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> str | None:
+    """Return 16 hex digits for the search space of a call, the same in every process.
+
+    For a list, the digest covers the configurations in any order. For a `ConfigSpace`, it covers the axes and the
+    number of configurations, because constraints are code and cannot be compared.
+
+    Returns:
+        The digest; `None` if a value has no JSON form or the kernel's own code raises.
+    """
+    try:
+        content = _content_of_space(candidates_of(kernel, inv.representative))
+    except (EjkernelError, SerializationError):
+        return None
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _content_of_space(space: Collection[Any]) -> str:
+    if isinstance(space, ConfigSpace):
+        count = space.size if space.exact else "many"
+        return "\n".join([*map(_text_of_axis, space.axes), str(count)])
+    return "\n".join(sorted(map(stable_json, space)))
+
+
+def _text_of_axis(axis: Axis) -> str:
+    values = axis.values
+    return f"{axis.name}: {values!r}" if isinstance(values, range) else f"{axis.name}: {stable_json(list(values))}"

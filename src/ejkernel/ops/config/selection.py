@@ -10,18 +10,34 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, ClassVar, Generic
 
-from ejkernel.ops.config.cache import ConfigCache, same_config
+from ejkernel.ops.config.cache import (
+    AUTOTUNE,
+    CHOOSER,
+    ESTIMATED,
+    FORWARD,
+    HEURISTIC,
+    MEMORY,
+    OVERLAY,
+    OVERRIDE,
+    PERSISTENT,
+    PUBLISHED,
+    SHARED,
+    SHIPPED,
+    SISTER,
+    STALE,
+    ConfigCache,
+    Tier,
+    same_config,
+)
+from ejkernel.ops.config.cache import Consulted as Consulted
+from ejkernel.ops.config.cache import Resolution as Resolution
 from ejkernel.ops.config.misses.faults import Faults
 from ejkernel.ops.config.misses.nearest import why_no_entry
 from ejkernel.ops.config.misses.notes import MissedNotes, command_for
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import StalePolicy, effective_policy
-from ejkernel.ops.config.tiers import tier as tiers
-from ejkernel.ops.config.tiers.request import Answer, Request
-from ejkernel.ops.config.tiers.tier import Consulted as Consulted
-from ejkernel.ops.config.tiers.tier import Resolution as Resolution
-from ejkernel.ops.config.tiers.tier import Tier
+from ejkernel.ops.config.request import Answer, Request
 from ejkernel.ops.core.context import is_measuring
 from ejkernel.ops.core.declared_names import note_type_of_heuristic
 from ejkernel.ops.core.invocation import Invocation
@@ -137,7 +153,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         asked = [consulted.tier for consulted in tried if getattr(request.policy, consulted.tier, True)]
         places = ", ".join(getattr(self.persistent, "places", ()))
         if places:
-            asked = [f"{tier} ({places})" if tier == tiers.PERSISTENT.name else tier for tier in asked]
+            asked = [f"{tier} ({places})" if tier == PERSISTENT.name else tier for tier in asked]
         not_taken = dict.fromkeys(printable(consulted.note) for consulted in tried if consulted.is_rejected)
         saved = f"The saved entry is not used: {'; '.join(not_taken)}" if not_taken else self._nearest(request)
         command = command_for(request.kernel)
@@ -183,7 +199,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         """
         return self._autotune.search(self, inv, kernel, tuner, **options)
 
-    def remember(self, key: ConfigKey, config: Any, source: str = tiers.AUTOTUNE.name, **evidence: Any) -> None:
+    def remember(self, key: ConfigKey, config: Any, source: str = AUTOTUNE.name, **evidence: Any) -> None:
         """Store a tuned configuration in memory and, with `persist_autotune`, on disk with its `evidence`."""
         if self.faults is not None:
             self.faults.forget(key, config)
@@ -276,25 +292,25 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
 
     def _answers(self, request: Request) -> Iterator[tuple[Tier, Answer]]:
         """Yield the tiers that may have an answer, in order, each with its answer; a tier is asked in its turn."""
-        yield tiers.OVERRIDE, request.override()
-        yield tiers.OVERLAY, request.overlay()
-        yield tiers.MEMORY, request.memory()
+        yield OVERRIDE, request.override()
+        yield OVERLAY, request.overlay()
+        yield MEMORY, request.memory()
         if request.kernel.config_type is None:
             note_type_of_heuristic(request.inv, request.kernel)
-        yield tiers.PERSISTENT, request.saved(tiers.PERSISTENT, "use")
-        yield tiers.SHIPPED, request.shipped(tiers.SHIPPED)
+        yield PERSISTENT, request.saved(PERSISTENT, "use")
+        yield SHIPPED, request.shipped(SHIPPED)
         if getattr(self.persistent, "shared", ()):
-            yield tiers.SHARED, request.shared()
-        yield tiers.AUTOTUNE, self._from_tuning(request)
+            yield SHARED, request.shared()
+        yield AUTOTUNE, self._from_tuning(request)
         if request.policy.stale != StalePolicy():
-            yield tiers.STALE, request.saved(tiers.STALE, "retune")
-        yield tiers.SISTER, request.shipped(tiers.SISTER)
+            yield STALE, request.saved(STALE, "retune")
+        yield SISTER, request.shipped(SISTER)
         if request.inv.direction != "fwd":
-            yield tiers.FORWARD, self._from_forward(request)
+            yield FORWARD, self._from_forward(request)
         if request.inv.platform == "tpu":  # only TPUs have tables and a simulator
-            yield tiers.PUBLISHED, request.published()
-            yield tiers.ESTIMATED, request.estimated()
-        yield tiers.HEURISTIC, request.heuristic()
+            yield PUBLISHED, request.published()
+            yield ESTIMATED, request.estimated()
+        yield HEURISTIC, request.heuristic()
 
     def _from_tuning(self, request: Request) -> Answer:
         if not request.policy.autotune:
@@ -313,7 +329,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
             return None if found is None or found.tier.is_saved else found
 
         found: Resolution[Any] | str = self._autotune.answer(self, request.inv, request.kernel, request.policy, known)
-        return found if isinstance(found, str) else Consulted(tiers.AUTOTUNE.name, found)
+        return found if isinstance(found, str) else Consulted(AUTOTUNE.name, found)
 
     def _refuse_to_tune(self, request: Request) -> str:
         """Return why a program of several processes tunes nothing: the others would wait for this process."""
@@ -333,6 +349,32 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
             found = consulted.resolution
             if found is not None and not found.tier.is_provisional:
                 # an overlay's configuration holds only inside its block
-                source = tiers.OVERLAY if found.tier is tiers.OVERLAY else tiers.FORWARD
-                return Consulted(tiers.FORWARD.name, Resolution(found.config, source.name, request.key))
+                source = OVERLAY if found.tier is OVERLAY else FORWARD
+                return Consulted(FORWARD.name, Resolution(found.config, source.name, request.key))
         return "its forward call has no measured configuration either"
+
+
+class BareChooser(Generic[Cfg, Out]):
+    """Adapts a user's chooser, which has only `choose`, to the interface of a chain.
+
+    Args:
+        chooser: The chooser.
+    """
+
+    def __init__(self, chooser: Any) -> None:
+        self._chooser = chooser
+
+    def resolve(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Resolution[Cfg]:
+        """Return the configuration for `inv`: the override, or the chooser's choice."""
+        try:
+            key = inv.key
+        except UnstableKeyError:
+            key = None
+        if inv.override_cfg is not None:
+            return Resolution(inv.override_cfg, OVERRIDE.name, key)
+        return Resolution(self._chooser.choose(inv, kernel), CHOOSER.name, key)
+
+    def consult(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Consulted]:
+        """Return its only answer."""
+        found = self.resolve(inv, kernel)
+        return [Consulted(found.source, found)]

@@ -13,12 +13,11 @@ import jax
 
 from ejkernel import compat, settings
 from ejkernel.ops.config.agreement.agreement import agreed
-from ejkernel.ops.config.cache import ConfigCache, same_config
+from ejkernel.ops.config.cache import HEURISTIC, ConfigCache, same_config
 from ejkernel.ops.config.misses.faults import Faults
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy, StalePolicy, effective_policy
-from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
-from ejkernel.ops.config.tiers.tier import HEURISTIC, BareChooser
+from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Resolution
 from ejkernel.ops.core.callspec import METHODS, array_names, take_apart
 from ejkernel.ops.core.invocation import Invocation, invocation_of
 from ejkernel.ops.core.kernel import (

@@ -13,14 +13,12 @@ from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of, is_in
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import FAULTY, SearchProgress, SearchState, Status, is_kept_in
-from ejkernel.ops.config.cache import same_config
-from ejkernel.ops.config.entries import StoredEntry, saved_in
+from ejkernel.ops.config.cache import AUTOTUNE, same_config
+from ejkernel.ops.config.entries import Difference, StoredEntry, saved_in, space_digest, standing
 from ejkernel.ops.config.misses.faults import why_not_traced
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.config.staleness import Difference, space_digest, standing
-from ejkernel.ops.config.tiers.tier import AUTOTUNE
 from ejkernel.ops.core.declared_names import why_not_decoded
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of

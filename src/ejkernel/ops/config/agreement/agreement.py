@@ -23,9 +23,8 @@ import jax
 
 from ejkernel import compat
 from ejkernel.ops.config.agreement.decisions import NO_OVERLAY, SCHEMA, Book, Decision, current_book, unusable
-from ejkernel.ops.config.cache import config_token
+from ejkernel.ops.config.cache import AGREED, OVERLAY, config_token
 from ejkernel.ops.config.selection import Consulted, Resolution
-from ejkernel.ops.config.tiers.tier import AGREED, OVERLAY
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.declared_names import config_type_of, read_config, type_name
 from ejkernel.ops.core.invocation import Invocation

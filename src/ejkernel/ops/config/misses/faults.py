@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from ejkernel import compat
-from ejkernel.ops.config.cache import config_token
-from ejkernel.ops.config.tiers.tier import Consulted
+from ejkernel.ops.config.cache import Consulted, config_token
 from ejkernel.ops.core.context import numerics
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, heuristic_config

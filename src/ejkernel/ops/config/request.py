@@ -6,13 +6,23 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ejkernel.ops.config.cache import ConfigCache
-from ejkernel.ops.config.entries import saved_in, shipped_config, sister_of
+from ejkernel.ops.config.cache import (
+    ESTIMATED,
+    HEURISTIC,
+    MEMORY,
+    OVERLAY,
+    OVERRIDE,
+    PUBLISHED,
+    SHARED,
+    SISTER,
+    ConfigCache,
+    Consulted,
+    Resolution,
+    Tier,
+)
+from ejkernel.ops.config.entries import saved_in, shipped_config, sister_of, standing
 from ejkernel.ops.config.estimates import EstimateFiles, chosen
 from ejkernel.ops.config.policy import Action, AutotunePolicy
-from ejkernel.ops.config.staleness import standing
-from ejkernel.ops.config.tiers import tier as tiers
-from ejkernel.ops.config.tiers.tier import Consulted, Resolution, Tier
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.declared_names import check_kind, decode_config
 from ejkernel.ops.core.invocation import Invocation
@@ -72,7 +82,7 @@ class Request:
         """Return the configuration that the caller passed as `cfg=`."""
         if self.inv.override_cfg is None:
             return "no cfg= was given"
-        return self.answer(self.inv.override_cfg, tiers.OVERRIDE)
+        return self.answer(self.inv.override_cfg, OVERRIDE)
 
     def overlay(self) -> Answer:
         """Return the configuration of the innermost overlay that has one."""
@@ -85,7 +95,7 @@ class Request:
             config = layer.lookup(self.key)
             if config is not None:
                 misfit = self._misfit(config, "the overlay's configuration")
-                return misfit or self.answer(config, tiers.OVERLAY)
+                return misfit or self.answer(config, OVERLAY)
         return f"not among the entries of {counted(len(layers), 'overlay')}"
 
     def memory(self) -> Answer:
@@ -99,7 +109,7 @@ class Request:
         if found.tier.is_provisional:
             return f"only an unmeasured answer, from {found.source}"
         misfit = self._misfit(found.config, "the configuration in memory")
-        return misfit or Consulted(tiers.MEMORY.name, found)
+        return misfit or Consulted(MEMORY.name, found)
 
     def saved(self, tier: Tier, wanted: Action) -> Answer:
         """Return the first saved configuration with the action `wanted` under the stale policy."""
@@ -124,7 +134,7 @@ class Request:
         if self.key is None:
             return self.no_key
         self.persistent.refresh_if_due()
-        return self.saved(tiers.SHARED, "use")
+        return self.saved(SHARED, "use")
 
     def shipped(self, tier: Tier) -> Answer:
         """Return the shipped configuration for this device or, as the tier `SISTER`, for another with the same chip."""
@@ -132,11 +142,11 @@ class Request:
             return self.no_key
         if not getattr(self.persistent, "shipped", False):
             return "the chain does not use shipped configurations"
-        device = sister_of(self.key.device) if tier is tiers.SISTER else self.key.device
+        device = sister_of(self.key.device) if tier is SISTER else self.key.device
         key = None if device is None else self.key._replace(device=device)
         found = None if key is None else shipped_config(key, self.kernel.config_type)
         if found is None:
-            return "no entry of a similar device" if tier is tiers.SISTER else "no entry"
+            return "no entry of a similar device" if tier is SISTER else "no entry"
         misfit = self._misfit(found.config, "the shipped configuration")
         # Measured elsewhere, with other versions. Only the kernel knows whether it runs with this JAX, device and
         # program. A rejection is a silent miss, listed by `explain`.
@@ -152,7 +162,7 @@ class Request:
         for found in self.kernel.published(self.inv):
             why = found.why_not or found.why_not_untuned
             if not why:
-                return self.answer(found.config, tiers.PUBLISHED, found.note)
+                return self.answer(found.config, PUBLISHED, found.note)
             notes.append(why)
         return "; ".join(dict.fromkeys(notes)) or "none for this call"
 
@@ -173,7 +183,7 @@ class Request:
         except (ConfigError, SerializationError) as error:  # of another version of the kernel
             return f"the estimated configuration cannot be read: {error}"
         misfit = self._misfit(config, "the estimated configuration") or self.kernel.why_not(self.inv, config)
-        return misfit or self.answer(config, tiers.ESTIMATED, note)
+        return misfit or self.answer(config, ESTIMATED, note)
 
     def heuristic(self) -> Answer:
         """Return the kernel's heuristic configuration."""
@@ -183,4 +193,4 @@ class Request:
             config = heuristic_config(self.kernel, self.inv)
         except NoConfigError:
             return NO_HEURISTIC
-        return self.answer(config, tiers.HEURISTIC)
+        return self.answer(config, HEURISTIC)
