@@ -57,15 +57,17 @@ class _Target(NamedTuple):
 
     Attributes:
         platforms: Its platforms; empty while it is traced.
-        axis_context: JAX's axis context.
         backend: JAX's backend.
+        is_partitioned: Whether XLA's partitioner spreads it over several devices.
+        is_split_by_xla: Whether XLA's partitioner alone splits it.
         span: Its span.
         answers: Collects the answers that its trace got about it, if any.
     """
 
     platforms: tuple[str, ...] = ()
-    axis_context: Any = None
     backend: Any = None
+    is_partitioned: bool = False
+    is_split_by_xla: bool = False
     span: Span | None = None
     answers: Answers | None = None
 
@@ -87,8 +89,13 @@ def program_under_way(ctx: Any = None, answers: Answers | None = None) -> Iterat
     target = _Target(answers=answers)
     if ctx is not None:
         module, context = ctx.module_context, ctx.module_context.axis_context
-        span = None if jax.process_count() == 1 else span_of_context(context, _spreads(context))
-        target = _Target(tuple(module.platforms), context, module.backend, span, answers)
+        mesh = getattr(context, "mesh", None)
+        count = (getattr(context, "num_devices", None) or 1) if mesh is None else mesh.size
+        # Under `shard_map` over a whole mesh each shard is a separate call.
+        spreads = count > 1 and (mesh is None or set(context.manual_axes) != set(mesh.axis_names))
+        is_split = spreads and getattr(context, "device_assignment", None) is None
+        span = None if jax.process_count() == 1 else span_of_context(context, spreads)
+        target = _Target(tuple(module.platforms), module.backend, spreads, is_split, span, answers)
     token = _target.set(target)
     try:
         yield
@@ -192,18 +199,8 @@ def lowers_for_amd() -> bool:
 
 
 def is_partitioned() -> bool:
-    """Return whether XLA's partitioner spreads the program under way over several devices.
-
-    Under `shard_map` over a whole mesh it does not, because each shard is a separate call there.
-    """
-    return _answered(is_partitioned, _spreads(_target.get().axis_context))
-
-
-def _spreads(context: Any) -> bool:
-    mesh = getattr(context, "mesh", None)
-    if mesh is not None:
-        return bool(mesh.size > 1 and set(context.manual_axes) != set(mesh.axis_names))
-    return int(getattr(context, "num_devices", None) or 1) > 1
+    """Return whether XLA's partitioner spreads the program under way over several devices."""
+    return _answered(is_partitioned, _target.get().is_partitioned)
 
 
 def is_split_by_xla() -> bool:
@@ -211,8 +208,7 @@ def is_split_by_xla() -> bool:
 
     If the program's devices are known, custom partitioning can control the split.
     """
-    context = _target.get().axis_context
-    return _answered(is_split_by_xla, _spreads(context) and getattr(context, "device_assignment", None) is None)
+    return _answered(is_split_by_xla, _target.get().is_split_by_xla)
 
 
 def _answered(question: Callable[[], T], answer: T) -> T:

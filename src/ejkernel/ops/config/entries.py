@@ -180,25 +180,6 @@ def read_entry(file: Path) -> StoredEntry | None:
     return None if found is None else found[1]
 
 
-def entry_in(folder: Traversable, key: ConfigKey, *, follow_links: bool = False) -> StoredEntry | None:
-    """Return the entry of a key in a folder with the layout of a cache, or `None` if it has none.
-
-    Args:
-        folder: The folder.
-        key: The key.
-        follow_links: Whether to follow links in the folder, as in an installed package.
-
-    Raises:
-        UnusableError: The entry is not usable.
-    """
-    file = folder.joinpath(*location(key))
-    root = folder if isinstance(folder, Path) and not follow_links else None
-    entry = read_at(file, root=root, follow_links=follow_links)
-    if entry is not None:
-        check_key(entry, identity(key))
-    return entry
-
-
 def check_key(entry: StoredEntry, canonical: str) -> None:
     """Check that an entry belongs to the key with this `identity`.
 
@@ -316,8 +297,11 @@ def shipped_config(key: ConfigKey, cfg_type: object, folder: Traversable = _SHIP
         folder: The folder of the package.
     """
     try:
-        entry = entry_in(folder, key, follow_links=True)  # some installers link files
-        return None if entry is None else Shipped(decoded(entry, cfg_type), entry)
+        entry = read_at(folder.joinpath(*location(key)), follow_links=True)  # some installers link files
+        if entry is None:
+            return None
+        check_key(entry, identity(key))
+        return Shipped(decoded(entry, cfg_type), entry)
     except UnusableError as error:
         warn_of(f"{key.call} of {folder}", error)
         return None

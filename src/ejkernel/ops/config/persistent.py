@@ -78,6 +78,7 @@ class PersistentCache(Shown):
     Attributes:
         path: The writable folder; `None` if `~` cannot be expanded because the user has no home folder.
         layers: The read-only layers, read after `path`.
+        shared: The layers with URLs.
         shipped: Whether a chain continues with the shipped configurations after a miss.
         clock: Returns the time of new entries.
         kept_in: The temporary folder with the entries and searches that could not be written; `None` without any.
@@ -108,6 +109,7 @@ class PersistentCache(Shown):
         self.path = _expand(path)
         opened = {layer: _shared(layer, self.path) if is_url(layer) else _expand(layer) for layer in map(_text, layers)}
         self.layers = tuple(layer for layer in opened.values() if layer is not None)
+        self.shared = tuple(layer for layer in self.layers if not isinstance(layer, Path))
         self._homeless = [str(name) for name, layer in opened.items() if layer is None]
         self._has_looked_for_layers = False
         self.shipped = shipped
@@ -116,11 +118,6 @@ class PersistentCache(Shown):
         self._write_failed = False
         self.kept_in: Path | None = None
         self._why_unwritten: dict[str, str] = {}  # canonical key: the error of its put
-
-    @property
-    def shared(self) -> tuple[SharedLayer, ...]:
-        """The layers with URLs."""
-        return tuple(layer for layer in self.layers if not isinstance(layer, Path))
 
     @property
     def places(self) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from ejkernel.ops.config.cache import (
     HEURISTIC,
     MEMORY,
     OVERLAY,
-    OVERRIDE,
     PUBLISHED,
     SHARED,
     SISTER,
@@ -77,12 +76,6 @@ class Request:
         return ""
 
     # --- the tiers ---
-
-    def override(self) -> Answer:
-        """Return the configuration that the caller passed as `cfg=`."""
-        if self.inv.override_cfg is None:
-            return "no cfg= was given"
-        return self.answer(self.inv.override_cfg, OVERRIDE)
 
     def overlay(self) -> Answer:
         """Return the configuration of the innermost overlay that has one."""

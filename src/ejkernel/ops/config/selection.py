@@ -292,7 +292,8 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
 
     def _answers(self, request: Request) -> Iterator[tuple[Tier, Answer]]:
         """Yield the tiers that may have an answer, in order, each with its answer; a tier is asked in its turn."""
-        yield OVERRIDE, request.override()
+        given = request.inv.override_cfg
+        yield OVERRIDE, "no cfg= was given" if given is None else request.answer(given, OVERRIDE)
         yield OVERLAY, request.overlay()
         yield MEMORY, request.memory()
         if request.kernel.config_type is None:
@@ -301,7 +302,8 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         yield SHIPPED, request.shipped(SHIPPED)
         if getattr(self.persistent, "shared", ()):
             yield SHARED, request.shared()
-        yield AUTOTUNE, self._from_tuning(request)
+        may_tune = request.policy.autotune
+        yield AUTOTUNE, self._from_tuning(request) if may_tune else "the policy does not allow it (autotune=False)"
         if request.policy.stale != StalePolicy():
             yield STALE, request.saved(STALE, "retune")
         yield SISTER, request.shipped(SISTER)
@@ -313,8 +315,6 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         yield HEURISTIC, request.heuristic()
 
     def _from_tuning(self, request: Request) -> Answer:
-        if not request.policy.autotune:
-            return "the policy does not allow it (autotune=False)"
         if request.inv.span is not None and request.policy.agree:
             return self._refuse_to_tune(request)
         if request.key is None:

@@ -32,7 +32,7 @@ Plan = Callable[..., Any]
 
 _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.Ref)
 _NOT_STATIC = (*_ARRAY_TYPES, type(None))
-# Equal values of these types are interchangeable, except for some floats: see `_is_exception`.
+# Equal values of these types are interchangeable, except for some floats: see `_has_telling_type`.
 _BY_EQUALITY = frozenset({bool, int, float, str, bytes, type(None)})
 _ARRAY_KINDS = frozenset({compat.tracing.ArrayImpl, np.ndarray})
 _SCANNED, _ARRAY, _SCALAR = "scanned", "array", "scalar"
@@ -97,7 +97,7 @@ class Plans:
             out = plan(*args, **kwargs)
             table.keep(types, plan)
             return out
-        if override is None and any(map(_is_exception, values)):
+        if override is None and any(type(value) is float and not _has_telling_type(value) for value in values):
             # `jit` does not cache a trace that raised, so each such call would trace again. Scan all calls of these
             # types instead.
             table[types] = _redirect_to_scan(self, weakref.ref(kernel))
@@ -111,7 +111,7 @@ class Plans:
         owner: Callable[[], Any] = weakref.ref(kernel)
 
         def run(*args: object, **kwargs: object) -> Any:
-            if any(map(_is_exception, (*args, *kwargs.values()))):
+            if not all(map(_has_telling_type, (*args, *kwargs.values()))):
                 raise NotByEquality
             return executor().bind(owner(), args, kwargs, None, weakly=True)
 
@@ -222,11 +222,8 @@ def is_static(value: object) -> bool:
 
 def _has_telling_type(value: object) -> bool:
     """Return whether the type of `value` shows if it is an array, and equal values of this type are interchangeable."""
-    if type(value) in _BY_EQUALITY:
-        return not _is_exception(value)
-    return isinstance(value, _DTYPES) or (isinstance(value, _ARRAY_TYPES) and is_array(value))
-
-
-def _is_exception(value: object) -> bool:
-    # 0.0 equals -0.0, and NaN does not equal itself.
-    return type(value) is float and (value == 0.0 or math.isnan(value))
+    if type(value) is float:
+        return value != 0.0 and not math.isnan(value)  # 0.0 equals -0.0, and NaN does not equal itself
+    if type(value) in _BY_EQUALITY or isinstance(value, _DTYPES):
+        return True
+    return isinstance(value, _ARRAY_TYPES) and is_array(value)

@@ -51,7 +51,7 @@ def layer(tmp_path, store, clock):
 def cache(tmp_path, layer):
     """A persistent cache over the layer."""
     made = PersistentCache(tmp_path, layers=["fake://team"], shipped=False)
-    made.layers = (layer,)
+    made.layers = made.shared = (layer,)
     return made
 
 

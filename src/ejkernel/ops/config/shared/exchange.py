@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from ejkernel.ops.config._files import UnusableError, expanded, identity, is_url, location, warn_of
 from ejkernel.ops.config._writing import replace_judged
-from ejkernel.ops.config.entries import StoredEntry, entry_in, text_of
+from ejkernel.ops.config.entries import StoredEntry, check_key, read_at, text_of
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.shared.choice import (
     Verdict,
@@ -88,10 +88,14 @@ class FolderPlace:
 
     def rival(self, entry: StoredEntry) -> StoredEntry | None:
         """See `Place`."""
+        file = self.folder.joinpath(*location(entry.key))
         try:
-            return entry_in(self.folder, entry.key)
+            found = read_at(file, root=self.folder)
+            if found is not None:
+                check_key(found, identity(entry.key))
+            return found
         except UnusableError as error:
-            warn_of(str(self.folder.joinpath(*location(entry.key))), error)
+            warn_of(str(file), error)
             return None
 
     def put(
