@@ -365,6 +365,7 @@ def test_an_error_of_the_function_notes_the_configuration_and_the_shapes():
         (lambda x, *, rows=jnp.float32: x, {}, "the default of rows must be a number"),
         (lambda x, *, rows=1: x, {"space": {"rows": [jnp.float32]}}, "a value of rows must be a number"),
         (lambda x, *, rows=1: x, {"space": {"rows": "abc"}}, r"space\['rows'\] must be a sequence of values"),
+        (lambda x, *, rows=1: x, {"space": {"rows": b"ab"}}, r"space\['rows'\] must be a sequence of values"),
         (lambda x, *, rows=1: x, {"space": {"rows": {1, 2}}}, r"space\['rows'\] must be a sequence of values"),
         (lambda x, *, rows=1: x, {"name": ""}, "^bad: name must be ASCII letters, .* got ''; .*version="),
         (lambda x, *, rows=1: x, {"space": 3}, "space must be values by name, a ConfigSpace, .* got 3"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypedDic
 
 import numpy as np
 
+from ejkernel.ops.config.spaces.axes import are_values
 from ejkernel.ops.config.spaces.space import ConfigSpace, given_constraints
 from ejkernel.ops.core.callspec import is_call
 from ejkernel.ops.core.hooks import asked, is_name
@@ -383,12 +384,11 @@ class _Declared:
         return [entry for entry in listed if _agree(entry, fixed)] or [base]
 
     def _values(self, name: str, values: object, base: Config) -> Sequence[Any]:
-        if isinstance(values, str | set | frozenset | Mapping) or not isinstance(values, Iterable):
+        if not are_values(values):
             raise KernelError(f"{self.called}: space[{name!r}] must be a sequence of values, got {values!r}.")
-        if isinstance(values, range):  # not listed: it may have millions of values
-            return values or ([base[name]] if name in base else [])
-        listed = [plain(value, f"{self.called}: a value of {name}") for value in values]
-        return listed or ([base[name]] if name in base else [])
+        # A range is not listed: it may have millions of values.
+        found = values if isinstance(values, range) else [plain(v, f"{self.called}: a value of {name}") for v in values]
+        return found or ([base[name]] if name in base else [])
 
     def _check_names(self, names: Iterable[str], own: Sequence[str]) -> None:
         if set(names) != set(own):

@@ -136,10 +136,17 @@ class Implementation(Generic[CallT]):
 
     def output(self, call: CallT, /, *args: Any, params: Any) -> Any:
         """Return only the output; by default that of `forward`. Override it if skipping the residuals is faster."""
+        return self._checked_forward(call, *args, params=params)[0]
+
+    def _checked_forward(self, call: CallT, /, *args: Any, params: Any) -> tuple[Any, Any]:
+        """Return the result of `forward`, which must be a pair: of a mere array, [0] would be the first row."""
         found: object = self.forward(call, *args, params=params)
-        if isinstance(found, tuple) and len(found) == 2:  # not of a mere array, of which [0] is the first row
-            return found[0]
-        raise without_residuals(self, found)
+        if isinstance(found, tuple) and len(found) == 2:
+            return found
+        given, name = f"{len(found)} items" if isinstance(found, tuple) else value_text(found), type(self).__name__
+        raise KernelError(
+            f"{name}.forward must return (output, residuals), got {given}; without residuals, (output, ())."
+        )
 
     def backward(
         self, call: CallT, residuals: Any, out: Any, cotangents: tuple[Any, ...], /, *args: Any, params: Any
@@ -181,13 +188,6 @@ class Implementation(Generic[CallT]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
-
-
-def without_residuals(implementation: Implementation[Any], found: object) -> KernelError:
-    """Return the error for a result of `forward` that is not the output with the residuals."""
-    given = f"{len(found)} items" if isinstance(found, tuple) else value_text(found)
-    name = type(implementation).__name__
-    return KernelError(f"{name}.forward must return (output, residuals), got {given}; without residuals, (output, ()).")
 
 
 def _gradient(gradient: Any) -> Any:

@@ -21,7 +21,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
-from ejkernel.ops.implementation import CallT, Implementation, Implementations, OperationConfig, without_residuals
+from ejkernel.ops.implementation import CallT, Implementation, Implementations, OperationConfig
 from ejkernel.ops.utils.fingerprint import platform_fingerprint, platform_kind, traced_for
 from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.values.signature import is_array
@@ -157,7 +157,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         reason = self.refusals(inv).get(config.implementation)
         if reason is None:
             call = self.call_of(inv)
-            params = _params_of(config, call)
+            params = config.bwd if call.backward else config.fwd
             chosen = self.implementations[config.implementation]
             reason = None if params is None else chosen.params_fault(call, params)
         return reason or ""
@@ -187,7 +187,8 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
     def completed(self, inv: Invocation[OpCfg, Out], config: OpCfg) -> OpCfg:
         """See `Kernel`: parameters of the other direction do not matter, and the heuristic replaces missing ones."""
         call, chosen = self.call_of(inv), self.implementations[config.implementation]
-        if _params_of(config, call) is not None or self.implementations.unsupported(chosen.name, call) is not None:
+        params = config.bwd if call.backward else config.fwd
+        if params is not None or self.implementations.unsupported(chosen.name, call) is not None:
             return config
         return self._config(chosen.name, call, chosen.heuristic(call))
 
@@ -219,7 +220,8 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         spaces = {name: _valid_params(self.implementations[name], call) for name in names}
 
         def read(config: OpCfg) -> tuple[str, Any]:
-            return config.implementation, _params_of(config, call) if config.implementation in names else None
+            params = config.bwd if call.backward else config.fwd
+            return config.implementation, params if config.implementation in names else None
 
         # A search over several implementations starts with the heuristic of each.
         seeds = {name: self.implementations[name].heuristic(call) for name in names}
@@ -232,11 +234,8 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
     def fwd_with_residuals(self, *args: Any, cfg: OpCfg, **options: Any) -> tuple[Any, Any]:
         """Return the output, and the residuals of the implementation."""
-        selected = self._running(cfg, args, options)
-        found = self._differentiable("forward", selected, args)
-        if isinstance(found, tuple) and len(found) == 2:
-            return found
-        raise without_residuals(selected.implementation, found)
+        found = self._differentiable("_checked_forward", self._running(cfg, args, options), args)
+        return cast("tuple[Any, Any]", found)
 
     def vjp(
         self, residuals: Any, out: Any, cotangents: tuple[Any, ...], *args: Any, cfg: OpCfg, **options: Any
@@ -381,7 +380,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
                 f"cfg.implementation is {cfg.implementation!r}, but the call requests "
                 f"implementation={options['implementation']!r}; leave one out."
             )
-        chosen, params = self.implementations[cfg.implementation], _params_of(cfg, call)
+        chosen, params = self.implementations[cfg.implementation], cfg.bwd if call.backward else cfg.fwd
         if not chosen.runs_everywhere(call) or params is None or (backward and not chosen.has_backward()):
             # Query the platform only if it matters: a trace that depends on it is repeated once the platform is known.
             call = dataclasses.replace(call, **_lowered_place(), partitioned=compat.programs.is_split_by_xla())
@@ -405,7 +404,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             UnsupportedError: No implementation, or none of those that the caller requested, runs the call.
         """
         call = self._described(args, options, backward=backward)
-        chosen, params = self.implementations[cfg.implementation], _params_of(cfg, call)
+        chosen, params = self.implementations[cfg.implementation], cfg.bwd if call.backward else cfg.fwd
         if not chosen.runs_everywhere(call):
             call = dataclasses.replace(call, **_lowered_place(), partitioned=compat.programs.is_split_by_xla())
         if self.implementations.unsupported(chosen.name, call) is None:
@@ -469,10 +468,6 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
                 params = other.heuristic(selected.call)
                 return functools.partial(getattr(other, method), selected.call, params=params)
         return None
-
-
-def _params_of(config: OperationConfig, call: Any) -> Any:
-    return config.bwd if call.backward else config.fwd
 
 
 def _valid_params(implementation: Implementation[Any], call: Any) -> Collection[Any]:

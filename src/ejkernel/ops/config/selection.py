@@ -27,7 +27,6 @@ from ejkernel.ops.config.cache import (
     STALE,
     ConfigCache,
     Tier,
-    same_config,
 )
 from ejkernel.ops.config.cache import Consulted as Consulted
 from ejkernel.ops.config.cache import Resolution as Resolution
@@ -219,8 +218,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         same_kind = before is not None and type(before.config) is type(resolution.config)
         if before is not None and same_kind and shared and before.source == source and before.tier.is_provisional:
             return
-        if before is None or before.source != source or not same_config(before.config, resolution.config):
-            self.cache.remember(key, resolution.config, source)
+        self.cache.remember(key, resolution.config, source)
 
     def _note_miss(self, request: Request, source: str) -> None:
         key, persistent = request.key, self.persistent

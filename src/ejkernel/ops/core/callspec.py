@@ -326,24 +326,15 @@ def without_defaults(
     signature = _signature(kernel).run
     if signature is None:
         return args, dict(kwargs)
-    parameters = {
-        name: parameter
-        for name, parameter in signature.parameters.items()
-        if parameter.default is not parameter.empty and name not in kernel.choices
-    }
+    tokens = {name: tokens_of(p.default) for name, p in signature.parameters.items() if p.default is not p.empty}
+    # Of arrays, only the types are known.
+    defaults = {name: t for name, t in tokens.items() if t is not _PLACEHOLDER and name not in kernel.choices}
     positional = [p for p in signature.parameters.values() if p.kind in _POSITIONAL][1:]
     kept = len(args)
-    while 0 < kept <= len(positional) and _is_default(parameters.get(positional[kept - 1].name), args[kept - 1]):
+    while 0 < kept <= len(positional) and defaults.get(positional[kept - 1].name) == tokens_of(args[kept - 1]):
         kept -= 1
-    rest = {name: value for name, value in kwargs.items() if not _is_default(parameters.get(name), value)}
+    rest = {name: value for name, value in kwargs.items() if defaults.get(name) != tokens_of(value)}
     return args[:kept], rest
-
-
-def _is_default(parameter: inspect.Parameter | None, value: object) -> bool:
-    # During tracing, only the types of arrays are known.
-    if parameter is None or is_array(value) or is_array(parameter.default):
-        return False
-    return tokens_of(parameter.default) == tokens_of(value)
 
 
 def array_names(spec: CallSpec) -> list[str]:

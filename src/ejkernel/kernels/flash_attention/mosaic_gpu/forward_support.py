@@ -53,7 +53,8 @@ def params_fault(call: AttentionCall, params: ForwardParams) -> str | None:
 
 def heuristic(call: AttentionCall) -> ForwardParams:
     """Return good parameters for a supported `call`."""
-    for params in _fallbacks(dataclasses.replace(_preferred(call), align_keys=_should_align(call))):
+    aligned = _should_align(call)
+    for params in _fallbacks(dataclasses.replace(_preferred(call, aligned=aligned), align_keys=aligned)):
         if params_fault(call, params) is None:
             return _with_polynomials(call, params)
     raise ConfigError(f"no launch parameters fit {call}; use 'xla'.")
@@ -145,14 +146,14 @@ def _should_align(call: AttentionCall) -> bool:
     return call.key[1] >= _FEW_KEYS and rows * call.query[2] // call.key[2] >= _MANY_ROWS
 
 
-def _preferred(call: AttentionCall) -> ForwardParams:
+def _preferred(call: AttentionCall, *, aligned: bool) -> ForwardParams:
     """Return the fastest parameters on an H200 for similar calls; they may not fit this call."""
     rules, narrow = call.rules, call.query[3] <= 64
     grouped = (call.query[2] // call.key[2]) % 2 == 0
     wide = max(call.query[3], call.value[3])
     left = rules.left if rules.left is not None and rules.left < call.key[1] // 2 else None
     if wide > 128:
-        return _preferred_wide(call, wide, packs=grouped, left=left)
+        return _preferred_wide(call, wide, packs=grouped, left=left, aligned=aligned)
     # With packed heads all consumers have the same rows, so the same segments: 64 rows visit fewer blocks than 128.
     if call.segments:
         return _preferred_for_segments(call, packs=grouped)
@@ -268,7 +269,7 @@ def _fastest_size(call: AttentionCall, sizes: list[tuple[ForwardParams, float]])
 # Wide heads.
 
 
-def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool, left: int | None) -> ForwardParams:
+def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool, left: int | None, aligned: bool) -> ForwardParams:
     """Return good parameters for heads of more than 128 columns; one buffer of queries is left where two do not fit."""
     # Without persistence, full: 89 us instead of 78 at head_dim 144, 220 instead of 191 at 168, 298 instead of 274 at
     # 256. Causal: 56 instead of 46 at 160, 124 instead of 101 at 192, 203 instead of 174 at 224; but 169 instead of 176
@@ -288,7 +289,7 @@ def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool, left: int | 
     # 1,903 to 4,096 queries without a mask: 411 us instead of 426 at head_dim 248, 771 instead of 788 at 240. But 1,394
     # queries: 794 instead of 784; 3,383 queries at 256: 612 instead of 559; and 4,096 at 248 with aligned rows: 777
     # instead of 759.
-    full, aligned = call.rules.right is None, _should_align(call)
+    full = call.rules.right is None
     if 240 <= wide < 256 and full and not aligned and call.query[1] >= _MANY_QUERIES:
         return params.without_persistence()
     # Lengths: 265 us instead of 306 and 330 instead of 370 at 256, from 1 to 14 % in nine calls; but with 512 queries

@@ -8,7 +8,7 @@ import functools
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +54,7 @@ class Axis:
         Raises:
             ConfigError: There are no values, a value is repeated, or there are too many values to index.
         """
-        if not _are_values(values) or not isinstance(name, str):
+        if not are_values(values) or not isinstance(name, str):
             raise ConfigError(f"axes must map a name to a sequence of values, got {name!r}: {values!r}.")
         try:
             values = values if isinstance(values, range) else tuple(values)
@@ -177,7 +177,8 @@ class Axis:
         return encoded
 
 
-def _are_values(values: object) -> bool:
+def are_values(values: object) -> TypeGuard[Iterable[Any]]:
+    """Return whether `values` may be the values of an axis, in a fixed order."""
     # The order of a set differs between processes, and the identity of a space must not.
     return isinstance(values, Iterable) and not isinstance(values, str | bytes | set | frozenset | Mapping)
 
