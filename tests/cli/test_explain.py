@@ -335,9 +335,10 @@ import os, sys
 from ejkernel.cli.tune import messages
 from ejkernel.ops.utils.formatting import terminal_width
 print(terminal_width())
-messages(file=sys.stdout).print("1 call")
+sys.stderr = sys.stdout
+messages().print("1 call")
 os.environ["NO_COLOR"] = "1"
-messages(file=sys.stdout).print("2 calls")
+messages().print("2 calls")
 """
 
 

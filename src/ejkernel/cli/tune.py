@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from rich.console import Console
@@ -78,10 +78,10 @@ class TuneOptions:
         return self.ray is not None or self.mesh_devices is not None
 
 
-def messages(file: IO[str] | None = None) -> Console:
+def messages() -> Console:
     """Return the console for messages: stderr, with colours on a terminal unless `NO_COLOR` is set."""
     # No markup and emoji: file names and messages of kernels may look like either.
-    console = Console(file=file, stderr=file is None, emoji=False, markup=False)
+    console = Console(stderr=True, emoji=False, markup=False)
     console.soft_wrap = not console.is_terminal  # a terminal would break lines within words
     return console
 
