@@ -161,16 +161,14 @@ def _deviation_of_integers(name: str, got: Any, want: Any, of: str) -> Deviation
     return Deviation(count, 0.0, f"{name} differs from {of} in {count} elements: {values}" if count else "")
 
 
-@jax.jit
-def _differing_on_device(got: Any, want: Any) -> tuple[Any, Any, Any]:
-    return _differing(got, want)
-
-
 def _differing(got: Any, want: Any) -> tuple[Any, Any, Any]:
     """Return the number of differing elements, and row and column of the first one, as in `_rows`."""
     differs = _rows(got != want)
     row = differs.any(axis=1).argmax()
     return differs.sum(), row, differs[row].argmax()
+
+
+_differing_on_device: Final = jax.jit(_differing)
 
 
 def _rows(array: Any) -> Any:
@@ -216,11 +214,6 @@ def _compare(got: Any, want: object, worst: float) -> _Comparison:
         return _compared(np.asarray(got), np.asarray(want), worst, np)
 
 
-@jax.jit
-def _compare_on_device(got: object, want: object, worst: float) -> _Comparison:
-    return _compared(got, want, worst, jnp)
-
-
 def _compared(got: Any, want: Any, worst: float, xp: Any) -> _Comparison:
     wide = got.dtype if got.dtype.itemsize >= 4 else jnp.float32  # 8-bit floats have no implicit promotion
     got, want = _rows(got.astype(wide)), _rows(want.astype(wide))
@@ -246,6 +239,9 @@ def _compared(got: Any, want: Any, worst: float, xp: Any) -> _Comparison:
         error=difference[at],
         scale=scale[at],
     )
+
+
+_compare_on_device: Final = jax.jit(functools.partial(_compared, xp=jnp))
 
 
 def _root_mean_square(values: Any, count: Any, xp: Any) -> Any:
