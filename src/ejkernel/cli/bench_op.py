@@ -20,7 +20,6 @@ from ejkernel.cli.explain import PER_TOKEN, usual_chain
 from ejkernel.cli.outcome import integers_in_words
 from ejkernel.cli.peaks import Peak, main_dtype, peak_of
 from ejkernel.cli.programs import import_named, import_operations
-from ejkernel.cli.report_data import fraction_of
 from ejkernel.cli.rounds import Comparison, verdict
 from ejkernel.cli.shapes import call_of_types
 from ejkernel.cli.show import opened
@@ -175,7 +174,7 @@ def _print(options: BenchOptions, result: _Result) -> None:
         more["TFLOP/s"] = lambda each: f"{cost.flops / found.seconds[each.name] / 1e12:.3g}"
         more["GB/s"] = lambda each: f"{cost.bytes / found.seconds[each.name] / 1e9:.3g}"
         if peak is not None:
-            more["of roofline"] = lambda each: f"{fraction_of(peak, cost, found.seconds[each.name]):.0%}"
+            more["of roofline"] = lambda each: f"{peak.seconds(cost) / found.seconds[each.name]:.0%}"
     more["configuration"] = lambda each: "; ".join(result.configurations(each.name)) or "-"
     print_table(options, result.builds, found, result.missing, more)
     if REFERENCE in found.over:
@@ -197,7 +196,7 @@ def _roofline(cost: Cost | None, peak: Peak | None) -> str:
     if peak is None:
         return f"{intensity:.3g} FLOP per byte. The peak of this device is not known; --measure-peak measures it."
     most, limit = peak.attainable(intensity), peak.limit(intensity)
-    seconds = duration(max(cost.flops / (peak.tflops * 1e12), cost.bytes / (peak.gbytes * 1e9)))
+    seconds = duration(peak.seconds(cost))
     return (
         f"At {intensity:.3g} FLOP per byte, the call is limited by {limit}: at most {most:.3g} TFLOP/s, or {seconds}. "
         f"Peak in {peak.in_words}."

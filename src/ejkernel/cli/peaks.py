@@ -15,6 +15,7 @@ import numpy as np
 from ejkernel.ops.autotuner.compile.targets import Target, target_names
 from ejkernel.ops.autotuner.measure.measurement import benchmark
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.types import Cost
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 
 _TRIES: Final = 30  # times of a peak; the least counts
@@ -48,6 +49,10 @@ class Peak:
     def limit(self, intensity: float) -> str:
         """Return the limit of such a call: `compute` or `memory`."""
         return "memory" if intensity * self.gbytes / 1e3 < self.tflops else "compute"
+
+    def seconds(self, cost: Cost) -> float:
+        """Return the least seconds for a call with this work, by the roofline model."""
+        return max(cost.flops / (self.tflops * 1e12), cost.bytes / (self.gbytes * 1e9))
 
 
 def rate(value: float) -> str:

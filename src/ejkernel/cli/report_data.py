@@ -285,15 +285,10 @@ def _throughput(search: StoredSearch, measure_peak: bool) -> tuple[tuple[Through
         tflops, gbytes = cost.flops / seconds * 1e-12, cost.bytes / seconds * 1e-9
         reached = Throughput(name=name, tflops=tflops, gbytes=gbytes, intensity=intensity)
         if peak is not None:
-            of_peak = fraction_of(peak, cost, seconds)
-            reached = dataclasses.replace(reached, of_peak=of_peak, limit=peak.limit(intensity))
+            of_peak, limit = peak.seconds(cost) / seconds, peak.limit(intensity)
+            reached = dataclasses.replace(reached, of_peak=of_peak, limit=limit)
         found.append(reached)
     return tuple(found), peak
-
-
-def fraction_of(peak: Peak, cost: Cost, seconds: float) -> float:
-    """Return the fraction of a device's peak that a call reaches, by the roofline model."""
-    return max(cost.flops / (peak.tflops * 1e12), cost.bytes / (peak.gbytes * 1e9)) / seconds
 
 
 def _cost(search: StoredSearch) -> tuple[Cost | None, str]:

@@ -255,11 +255,6 @@ def label_value(value: Any, inputs: Sequence[Any], name: str, payload: str) -> b
     return True
 
 
-def lowered_text(lowered: Any) -> str:
-    """Return the text of a `jax.stages.Lowered` or any object with `as_text()`; a string is returned unchanged."""
-    return lowered if isinstance(lowered, str) else lowered.as_text()
-
-
 def without_our_frames(error: _E) -> _E:
     """Return an error without the frames of JAX and ejkernel, which `JAX_TRACEBACK_FILTERING=off` keeps."""
     if not _filters_frames or error.__traceback__ is None or _traceback_util._filtering_mode() == "off":

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from os import PathLike
 from typing import TYPE_CHECKING, Any, overload
 
-from ejkernel import compat
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.store.saving import saved_before
 from ejkernel.ops.autotuner.tasks.asked import Inputs, asked_calls
@@ -34,7 +33,7 @@ from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.formatting import arguments
 from ejkernel.ops.utils.messages.names import BUDGETS, check_argument, frames_hidden, is_count, raise_if_misfit
 from ejkernel.ops.utils.messages.warn import say_on_terminal, warn
-from ejkernel.ops.utils.meta import SPLIT
+from ejkernel.ops.utils.meta import SPLIT, text_of_program
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.compile.bundles import BundledCall
@@ -66,10 +65,7 @@ def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any
         selector: The chain that tunes and saves, or an executor with such a chain.
         lowered: The result of `jax.jit(f).lower(...)`, or a program's text.
     """
-    check_argument(
-        isinstance(lowered, str) or hasattr(lowered, "as_text"), "lowered", "a lowered program, or its text", lowered
-    )
-    program = calls_in_text(compat.programs.lowered_text(lowered), recorded=get_invocations(device_fingerprint()))
+    program = calls_in_text(text_of_program(lowered), recorded=get_invocations(device_fingerprint()))
     if program.bare:
         warn(_why_bare(program), OfflineWarning)
     for reason in program.why_refused():

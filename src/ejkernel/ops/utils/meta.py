@@ -127,10 +127,14 @@ def find_labels_in_lowered(lowered: object) -> list[str]:
     Args:
         lowered: The result of `jax.jit(f).lower(...)`, another object with `as_text()`, or a text.
     """
-    check_argument(
-        isinstance(lowered, str) or hasattr(lowered, "as_text"), "lowered", "a lowered program, or its text", lowered
-    )
-    return extract_labels_from_hlo_text(compat.programs.lowered_text(lowered))
+    return extract_labels_from_hlo_text(text_of_program(lowered))
+
+
+def text_of_program(lowered: Any) -> str:
+    """Return the text of a `jax.stages.Lowered` or any object with `as_text()`; a string is returned unchanged."""
+    is_text = isinstance(lowered, str)
+    check_argument(is_text or hasattr(lowered, "as_text"), "lowered", "a lowered program, or its text", lowered)
+    return str(lowered if is_text else lowered.as_text())
 
 
 def labels_to_configs(labels: object, selector: object = None) -> list[tuple[str, Any]]:
