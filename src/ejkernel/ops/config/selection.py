@@ -38,7 +38,6 @@ from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import StalePolicy, effective_policy
 from ejkernel.ops.config.request import Answer, Request
 from ejkernel.ops.core.context import is_measuring
-from ejkernel.ops.core.declared_names import note_type_of_heuristic
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, has_backward_heuristic, overrides, same_code
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
@@ -294,8 +293,6 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         yield OVERRIDE, "no cfg= was given" if given is None else request.answer(given, OVERRIDE)
         yield OVERLAY, request.overlay()
         yield MEMORY, request.memory()
-        if request.kernel.config_type is None:
-            note_type_of_heuristic(request.inv, request.kernel)
         yield PERSISTENT, request.saved(PERSISTENT, "use")
         yield SHIPPED, request.shipped(SHIPPED)
         if getattr(self.persistent, "shared", ()):

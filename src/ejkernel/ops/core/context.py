@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scope of a call: overlays, policy overrides and recorders in force around it.
+"""The settings of a call: JAX's, and its scope, the overlays, policy overrides and recorders in force around it.
 
 The scope is the value of a JAX user context, which is part of JAX's cache keys. JAX therefore traces a compiled
 function again under a new scope, and reuses the old executable outside. Each thread has its own scope; the measuring

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The computation of a kernel: `run`, its gradient and its reference; and the form of each hook for a platform."""
+"""The computation of a kernel: `run`, its gradient and its reference; the form and the checked answer of each hook."""
 
 from __future__ import annotations
 
