@@ -151,8 +151,11 @@ class ConfigCache(Copied, Shown):
         found = self.remembered(key_of(arguments))
         return None if found is None else found.config
 
-    def remember(self, key: Hashable, config: object, source: str) -> None:
-        """Store a configuration and the tier that found it."""
+    def remember(self, key: Hashable, config: object, source: str, *, keeps_first: bool = False) -> None:
+        """Store a configuration and the tier that found it.
+
+        With `keeps_first`, an earlier configuration stays that has the same type and is from the same provisional tier.
+        """
         own = key if isinstance(key, ConfigKey) else None
         entry = Resolution(config, source, own)
         # The operation: a backward call falls back to the entry of its forward call, so a new entry may change both.
@@ -161,7 +164,8 @@ class ConfigCache(Copied, Shown):
             before = self._entries.pop(key, None) or self._provisional.pop(key, None)
             if entry.tier.is_provisional:
                 # Only measured configurations invalidate earlier answers.
-                self._provisional.keep(key, entry)
+                is_like = before is not None and before.source == source and type(before.config) is type(config)
+                self._provisional.keep(key, before if keeps_first and before and is_like else entry)
                 self._answered_provisionally.add(family)
                 return
             self._entries[key] = entry

@@ -134,12 +134,16 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         self._warn_of_namesake(kernel)
         for consulted in self._consult(request):
             tried.append(consulted)
-            if consulted.resolution is not None:
-                self._remember(consulted.resolution, shared=overrides(kernel, "bucket"))
-                if consulted.resolution.tier.is_provisional:
-                    self._note_miss(request, consulted.resolution.source)
-                logger.debug("resolved %s from %s", inv.op_id_v, consulted.resolution.source)
-                return consulted.resolution
+            found = consulted.resolution
+            if found is not None:
+                if found.key is not None and not found.tier.is_temporary:
+                    # Calls of a bucket share their key, and the heuristic's configuration for any of them fits.
+                    keeps_first = overrides(kernel, "bucket")
+                    self.cache.remember(found.key, found.config, found.source, keeps_first=keeps_first)
+                if found.tier.is_provisional:
+                    self._note_miss(request, found.source)
+                logger.debug("resolved %s from %s", inv.op_id_v, found.source)
+                return found
         self._note_miss(request, "error")
         raise self._no_config(request, tried)
 
@@ -207,17 +211,6 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         untuned.pop(key, None)
         if self._notes is not None:
             self._notes.withdraw(key)
-
-    def _remember(self, resolution: Resolution[Any], *, shared: bool) -> None:
-        """Store an answer in memory. If calls share a key, keep the first heuristic configuration; any of them fits."""
-        key, source = resolution.key, resolution.source
-        if key is None or resolution.tier.is_temporary:
-            return
-        before = self.cache.remembered(key)
-        same_kind = before is not None and type(before.config) is type(resolution.config)
-        if before is not None and same_kind and shared and before.source == source and before.tier.is_provisional:
-            return
-        self.cache.remember(key, resolution.config, source)
 
     def _note_miss(self, request: Request, source: str) -> None:
         key, persistent = request.key, self.persistent
