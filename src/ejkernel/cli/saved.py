@@ -151,7 +151,7 @@ class SavedCalls:
     def _change(self, inv: Invocation[Any, Any]) -> str:
         """Return the change of the kernel since a call was tuned; empty if no change is known."""
         kernel = kernel_of(inv)
-        for config, entry in self._cache.found(inv.key, kernel.config_type):
+        for config, entry in self._cache.found(inv.key, config_type_of(inv, kernel)):
             if why_not_run(kernel, inv, config):  # the call is not tuned
                 return ""
             of_space = [each for each in differences(entry, space_digest(kernel, inv)) if each.field == "space"]

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from ejkernel.ops import Invocation, Kernel, KernelError, PersistentCache, nameable, tune
+from ejkernel.ops.autotuner.store.saving import saved_before
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core import declared_names
 from ejkernel.ops.core.declared_names import decode_config, names_of
@@ -283,3 +284,7 @@ def test_the_heuristic_determines_an_undeclared_configuration_type(tmp_path):
     declared_names._noted.clear()  # as in another process
     found = ConfigSelectorChain(persistent=cache).resolve(inv, kernel)
     assert (found.config, found.source) == (Unnamed(2), "persistent")
+    declared_names._noted.clear()
+    earlier = saved_before(ConfigSelectorChain(persistent=cache), kernel, inv)  # a search of the call again
+    assert earlier is not None
+    assert earlier.config == Unnamed(2)

@@ -38,7 +38,7 @@ from ejkernel.ops.config._files import (
 from ejkernel.ops.config.policy import Action, StalePolicy
 from ejkernel.ops.config.spaces.axes import Axis
 from ejkernel.ops.config.spaces.space import ConfigSpace
-from ejkernel.ops.core.declared_names import read_config, type_name
+from ejkernel.ops.core.declared_names import note_type_of_heuristic, read_config, type_name
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of
 from ejkernel.ops.core.types import ConfigKey
@@ -224,12 +224,16 @@ def read_at(
     return parsed(raw, Path(file) if isinstance(file, (str, Path)) else None)
 
 
-def saved_in(persistent: Any, key: ConfigKey, cfg_type: object) -> Iterator[tuple[Any, StoredEntry | None]]:
-    """Yield the configurations of a key in a cache with their entries; a user-defined cache may have no entries."""
+def saved_in(
+    persistent: Any, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]
+) -> Iterator[tuple[Any, StoredEntry | None]]:
+    """Yield the configurations of a call in a cache with their entries; a user-defined cache may have no entries."""
+    if kernel.config_type is None:  # its entries name the type
+        note_type_of_heuristic(inv, kernel)
     found = getattr(persistent, "found", None)
     if found is not None:
-        yield from found(key, cfg_type)
-    elif (config := persistent.get(key, cfg_type=cfg_type)) is not None:
+        yield from found(inv.key, kernel.config_type)
+    elif (config := persistent.get(inv.key, cfg_type=kernel.config_type)) is not None:
         yield config, None
 
 

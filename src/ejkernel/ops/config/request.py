@@ -23,7 +23,7 @@ from ejkernel.ops.config.entries import saved_in, shipped_config, sister_of, sta
 from ejkernel.ops.config.estimates import EstimateFiles, chosen
 from ejkernel.ops.config.policy import Action, AutotunePolicy
 from ejkernel.ops.core.context import current_scope
-from ejkernel.ops.core.declared_names import check_kind, decode_config, note_type_of_heuristic
+from ejkernel.ops.core.declared_names import check_kind, decode_config
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, check_config, heuristic_config
 from ejkernel.ops.core.types import ConfigKey
@@ -110,11 +110,9 @@ class Request:
             return "the chain has no persistent cache"
         if self.key is None:
             return self.no_key
-        if self.kernel.config_type is None:  # entries name it, also those of later tiers
-            note_type_of_heuristic(self.inv, self.kernel)
         notes = []
         # Ask each layer: the policy may refuse an entry, and a later layer may have one from the current environment.
-        for config, entry in saved_in(self.persistent, self.key, self.kernel.config_type):
+        for config, entry in saved_in(self.persistent, self.inv, self.kernel):
             misfit = self._misfit(config, "its entry in the persistent cache")
             if misfit:
                 return misfit

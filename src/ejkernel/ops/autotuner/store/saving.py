@@ -199,7 +199,7 @@ def saved_before(
     if chain.persistent is None:
         return None
     stale = effective_policy(chain).stale
-    for config, entry in saved_in(chain.persistent, call.key, kernel.config_type):
+    for config, entry in saved_in(chain.persistent, call, kernel):
         if standing(stale, entry, kernel, call)[0] == "use":
             return Earlier(config, entry)
     return None
