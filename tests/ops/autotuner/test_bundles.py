@@ -26,6 +26,7 @@ from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.spaces.space import ConfigSpace
+from ejkernel.ops.core import declared_names
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import CandidateError, ConfigError, TuningWarning
@@ -63,6 +64,24 @@ class Twice(Kernel[int, jax.Array]):
 
     def config_space(self, inv):
         return list(self.space)
+
+
+@dataclasses.dataclass(frozen=True)
+class Untold:
+    """The configuration of `Untyped`, which no class and no annotation names."""
+
+    rows: int = 1
+
+
+class Untyped(Kernel):
+    def run(self, x, *, cfg):
+        return told_apart(x + x, cfg.rows)
+
+    def heuristic_cfg(self, inv):
+        return Untold()
+
+    def config_space(self, inv):
+        return [Untold(1), Untold(2)]
 
 
 @pytest.fixture
@@ -176,6 +195,13 @@ def test_a_full_disk_is_an_error_and_the_next_attempt_goes_on(twice, tmp_path, m
         with pytest.raises(ConfigError, match=r"the bundle's folder .*bundle cannot be written: .*No space left"):
             bundle(twice, tmp_path)
     call = bundle(twice, tmp_path)
+    assert read_bundle(tmp_path / "bundle") == [call]
+
+
+def test_the_heuristic_determines_an_undeclared_configuration_type_of_a_bundle(tmp_path):
+    kernel = Untyped("untyped_in_a_bundle")
+    call = bundle(kernel, tmp_path)
+    declared_names._noted.clear()  # as on another machine
     assert read_bundle(tmp_path / "bundle") == [call]
 
 

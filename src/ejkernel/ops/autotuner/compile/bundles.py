@@ -9,6 +9,7 @@ unchecked, so measure only bundles that you trust.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -31,12 +32,13 @@ from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config._files import UnusableError, read_file, version
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.config.spaces.space import ConfigSpace
-from ejkernel.ops.core.declared_names import decode_config, type_name
+from ejkernel.ops.core.declared_names import config_type_of, decode_config, type_name
+from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of, check_config, kernel_of, overrides
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import CandidateError, ConfigError, SerializationError, TuningWarning
+from ejkernel.ops.errors import CandidateError, ConfigError, DescriptionError, SerializationError, TuningWarning
 from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json, to_data
@@ -338,6 +340,10 @@ def read_bundle(folder: Path) -> list[BundledCall]:
     why_left = _other_libtpu(manifest.libtpu)
     if why_left:
         warn(f"the candidates of {folder} are compiled here: {why_left}", TuningWarning)
+    for call in manifest.calls:
+        with contextlib.suppress(DescriptionError):  # e.g. the module of its kernel is not imported
+            inv = rebuild(call.description)
+            config_type_of(inv, inv.kernel)  # lets the candidates name it
     return [_bundled(call, folder, why_left) for call in manifest.calls]
 
 
