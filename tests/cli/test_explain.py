@@ -84,7 +84,7 @@ def explained(state, source="persistent"):
         ([explained("undecided")], "1 of 1 call with a saved configuration (1 undecided); `ejkernel tune p:f"),
         (
             [explained("complete"), explained("undecided"), explained("partial", "heuristic")],
-            "2 of 3 calls with a saved configuration (1 undecided); `ejkernel tune p:f` measures the other 1; "
+            "2 of 3 calls with a saved configuration (1 undecided); `ejkernel tune p:f` measures the other; "
             "`ejkernel tune p:f --undecided` measures undecided calls again",
         ),
     ],
@@ -120,7 +120,7 @@ def test_explain_says_why_each_call_has_its_configuration(folder, capsys):
     assert backward.splitlines()[-1].endswith(", from forward")
     assert "a program may print" in err
     again = "ejkernel tune explained_program:step --cache cache"
-    assert f"1 of 2 calls with a saved configuration; `{again}` measures the other 1" in err
+    assert f"1 of 2 calls with a saved configuration; `{again}` measures the other" in err
 
 
 def test_explain_selects_calls_as_show_does(folder, capsys):

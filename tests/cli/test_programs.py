@@ -292,6 +292,13 @@ def test_a_target_without_a_function_suggests_one_that_returns_a_program(tmp_pat
         located("trainer")
 
 
+def test_the_text_of_a_program_is_no_program_that_runs(tmp_path, monkeypatch):
+    (tmp_path / "step.mlir").write_text("module {}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match=r"step\.mlir is the text of a program, which only `tune`"):
+        located("step.mlir")
+
+
 def test_a_class_is_no_program(tmp_path, monkeypatch):
     (tmp_path / "of_class.py").write_text("class Model:\n    def __init__(self, width):\n        pass\n")
     monkeypatch.chdir(tmp_path)

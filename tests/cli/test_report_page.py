@@ -342,6 +342,12 @@ def test_a_page_is_not_written_to_a_folder(tmp_path, capsys):
     assert "is a folder; name a file, or use --format svg or png." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [["--output", "out.json"], ["--format", "svg"]])
+def test_json_is_not_written_to_a_file(capsys, options):
+    assert main(["report", "--json", *options]) == 2
+    assert "--json prints the data and writes no file" in capsys.readouterr().err
+
+
 def test_only_the_calls_of_a_device_are_shown(tmp_path, capsys):
     for device in ("gpu:a100", "gpu:h100"):
         save(tmp_path / "configs", found(dataclasses.replace(call(), device=device)))

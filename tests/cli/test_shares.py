@@ -13,8 +13,11 @@ from ejkernel.cli.step_check import step_seconds
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
 from ejkernel.ops.config.policy import policy_override
+from ejkernel.ops.core.kernel import kernel_of
+from ejkernel.ops.core.types import Cost
 
 CALLS = [call(rows) for rows in (8, 16, 24)]
+SETS = [[SharedCall(inv=inv)] for inv in CALLS]
 DEVICE = CALLS[0].device_fingerprint
 
 
@@ -44,9 +47,8 @@ class Searches:
         data = dataclasses.replace(data, seconds=seconds, planned=planned, undecided=state == "undecided")
         return AutotuningResult(DEVICE, (), (data,))
 
-    def run(self, seconds, *, resume=True):
-        todo = [[SharedCall(inv=inv)] for inv in CALLS]
-        return shares.tune_in_time(seconds, None, todo, {"resume": resume}, clock=lambda: self.now)
+    def run(self, seconds, *, resume=True, spare=lambda: 0.0):
+        return shares.tune_in_time(seconds, None, SETS, {"resume": resume}, spare, clock=lambda: self.now)
 
 
 def test_open_searches_share_the_time_left(monkeypatch):
@@ -72,6 +74,44 @@ def test_a_repeated_search_that_fails_leaves_the_result_of_the_first(monkeypatch
     result, not_started = searches.run(60)
     assert not not_started
     assert [search.inv for search in result.searches] == CALLS
+
+
+def test_a_short_time_is_not_divided_into_shares_for_the_heuristic_alone(monkeypatch):
+    searches = Searches(monkeypatch, [[("complete", 30)], [("complete", 20)], []])
+    _, not_started = searches.run(54)
+    assert searches.seen == [(0, 30, True), (1, 24, True)]
+    assert not_started == SETS[2:]
+
+
+def test_searches_use_the_time_of_the_step_while_it_has_nothing_to_compare(monkeypatch):
+    searches = Searches(monkeypatch, [[("partial", 30), ("complete", 20)], [("partial", 10)], [("complete", 10)]])
+    _, not_started = searches.run(40, resume=False, spare=lambda: 0.0 if searches.now > 50 else 30.0)
+    assert not_started == SETS[2:]
+    assert searches.seen == [(0, 30, False), (1, 10, False), (0, 30, True)]
+
+
+def test_a_set_without_a_search_starts_in_the_time_left_by_the_others(monkeypatch):
+    searches = Searches(monkeypatch, [[("complete", 30)], [("complete", 8)], [("complete", 10)]])
+    _, not_started = searches.run(40, resume=False, spare=lambda: 30.0)
+    assert searches.seen[2:] == [(2, 32, False)]
+    assert not not_started
+
+
+def test_calls_that_take_the_most_time_of_a_run_come_first(monkeypatch):
+    times = {CALLS[1].key: 2, CALLS[2].key: 3}  # each has the same cost
+    assert shares.most_first(SETS, times) == SETS[::-1]
+    monkeypatch.setattr(shares, "weight", lambda calls: 0.1 if calls is SETS[2] else 1.0)
+    assert shares.most_first(SETS, times) == [SETS[1], SETS[0], SETS[2]]
+
+
+@pytest.mark.parametrize("costs", [{8: None, 16: None, 24: None}, {8: 1e6, 16: 2e6, 24: 3e6}, {}])
+def test_a_call_takes_as_long_as_its_cost_or_its_inputs_say(monkeypatch, costs):
+    def cost(inv):
+        flops = costs[inv.args[0].shape[0]]  # raises KeyError without costs
+        return None if flops is None else Cost(flops=flops, bytes=0)
+
+    monkeypatch.setattr(kernel_of(CALLS[0]), "cost", cost)
+    assert shares.most_first(SETS, {}) == SETS[::-1]
 
 
 def test_no_search_starts_after_the_end(monkeypatch):

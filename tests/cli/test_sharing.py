@@ -12,6 +12,7 @@ from tests.ops.config.shared.stores import entry, folder, rows, tuned_together
 from ejkernel.cli import main
 from ejkernel.ops import PersistentCache
 from ejkernel.ops.autotuner.store.measurements import KEPT, LOG, MeasurementStore
+from ejkernel.ops.config.persistent import fault_of
 from ejkernel.ops.config.shared import exchange
 from ejkernel.ops.config.shared.exchange import FolderPlace
 
@@ -57,6 +58,14 @@ def test_one_machine_pushes_and_another_pulls(capsys, url, mine, theirs):
         f"left is {mine}, right is {url}: 0 differences: "
         "0 only left, 0 only right, 0 in both but different, 3 identical\n",
     )
+
+
+@pytest.mark.filterwarnings("default::ejkernel.ops.errors.CacheWarning")
+def test_the_folder_of_a_shared_cache_is_named_by_its_url(capsys, url, mine, theirs, tmp_path):
+    run(capsys, "push", url, cache=mine)
+    text = f"{tmp_path}/team is a shared cache; name it by its URL, {url}, e.g. in EJKERNEL_CACHE_LAYERS"
+    assert text in run(capsys, "merge", f"{tmp_path}/team", cache=theirs)[2]
+    assert [fault_of(tmp_path / "team", variable) for variable in ("", "EJKERNEL_CACHE_DIR")] == [text, text]
 
 
 def test_push_merges_when_asked(capsys, url, mine, theirs, tmp_path):

@@ -122,7 +122,7 @@ read_cache = click.option(
 @click.option(
     "--time",
     type=_Seconds(min=0, min_open=True),
-    help="Seconds for all searches and the comparison of the step; calls with one candidate come last and get little.",
+    help="Seconds for all searches and the comparison of the step; the calls that take the most time come first.",
 )
 @click.option("--force", is_flag=True, help="Tune all calls from the start, also those already tuned or undecided.")
 @click.option("--undecided", is_flag=True, help="Also tune the calls again whose search was undecided.")
@@ -443,6 +443,8 @@ def report_(imports: tuple[str, ...], **options: Any) -> int:
     """
     if options["against"] == "previous" and options["against_device"]:
         raise click.UsageError("--against previous compares searches of one device; leave out --against-device.")
+    if options["as_json"] and (options["output"] is not None or options["form"] != "html"):
+        raise click.UsageError("--json prints the data and writes no file; leave out --output and --format.")
     if options["form"] == "html" and options["output"] is not None and options["output"].is_dir():
         raise click.UsageError(f"--output {options['output']} is a folder; name a file, or use --format svg or png.")
     if not options["measure_peak"]:

@@ -128,6 +128,8 @@ def _what_to_type(target: str) -> str:
         return f"{path} is a folder; pass MODULE:FUNCTION, e.g. {path / 'FILE.py'}:FUNCTION."
     if path.suffix == ".py" and path.is_file():
         return f"{path} is a Python file; add the function, e.g. {path}:{_first_function(path)}."
+    if path.is_file():
+        return f"{path} is the text of a program, which only `tune` and `explain` take; pass MODULE:FUNCTION."
     module, _, function = target.rpartition(".")
     if module and function.isidentifier() and Path(*module.split(".")).with_suffix(".py").is_file():
         return f"the target must be MODULE:FUNCTION, got {target!r}; did you mean '{module}:{function}'?"

@@ -164,6 +164,11 @@ class StepCheck:
         return checked
 
     @property
+    def has_winners(self) -> bool:
+        """Whether a call has a new configuration, so that the step can be compared."""
+        return any(self._winners())
+
+    @property
     def _advice(self) -> str:
         stays = "Each new configuration won by itself and stays saved"
         where = " on a machine with its devices" if self.elsewhere else "" if self.insists else " or --check-step"

@@ -24,7 +24,7 @@ from ejkernel.cli.interrupts import delivered
 from ejkernel.cli.outcome import TuneOutcome
 from ejkernel.cli.progress import bars
 from ejkernel.cli.saved import SavedCalls
-from ejkernel.cli.shares import tune_in_time, weight
+from ejkernel.cli.shares import most_first, share_of, tune_in_time
 from ejkernel.cli.sources import Source, find, find_by, find_in_worker
 from ejkernel.cli.step_check import Checked, StepCheck, not_compared, settled, step_lines, step_seconds
 from ejkernel.ops.autotuner.compile.targets import Target
@@ -179,7 +179,7 @@ def _tune_found(
         chain.store.times = found.times
     check = _step_check(options, source, found, saved)
     started = time.monotonic()
-    result, not_started = _tune(options, chain, todo, found, console, seconds=_search_seconds(options, check))
+    result, not_started = _tune(options, chain, todo, found, console, check=check)
     seconds = time.monotonic() - started
     checked = None if check is None else _checked(options, check, result, found, seconds)
     result = settled(result, checked)
@@ -210,13 +210,6 @@ def _tune_found(
         raise TuningError("no call could be tuned; the warnings above say why.")
     has_entries = bool(result.searches) and all(map(saved.are_tuned, todo))
     return 1 if failed or (todo and not len(result) and not has_entries) else 0
-
-
-def _search_seconds(options: TuneOptions, check: StepCheck | None) -> float | None:
-    """Return the time of all searches; `None` without a limit."""
-    if options.time is None or check is None or check.why_not:
-        return options.time
-    return options.time - step_seconds(options.time)
 
 
 def _print_step(options: TuneOptions, checked: Checked | None) -> None:
@@ -302,7 +295,7 @@ def _calls_to_tune(
             is_done = not any(saved.is_undecided(call.inv) for call in calls)
         (done if is_done else todo).append(calls)
     if options.time is not None:
-        todo.sort(key=weight, reverse=True)  # stable
+        todo = most_first(todo, found.times)
     if done:
         known = calls_in(done)
         console.print(f"{counted(len(known), 'call')} already tuned; --force tunes again.")
@@ -358,13 +351,18 @@ def _tune(
     found: Found,
     console: Console,
     *,
-    seconds: float | None,
+    check: StepCheck | None,
 ) -> tuple[AutotuningResult, list[Sequence[SharedCall]]]:
-    """Return the results, and the sets of calls without a search; `seconds` is the time for all searches."""
+    """Return the results, and the sets of calls without a search."""
     # Finished searches, printed if Ctrl-C ends the others.
     done: dict[ConfigKey, AutotuneData] = {}
     told: list[str] = []  # advice already given
-    budget = chain.policy.budget_s if seconds is None else seconds / max(len(todo), 1)
+    for_step = _seconds_for_step(options, check)
+    seconds = None if options.time is None else options.time - for_step
+    budget = chain.policy.budget_s if seconds is None else share_of(seconds, 1, max(len(todo), 1))
+
+    def spare() -> float:
+        return 0.0 if check is None or check.has_winners else for_step
 
     def note(event: Event) -> None:
         shown.hear(event)
@@ -377,7 +375,7 @@ def _tune(
 
     try:
         with (
-            bars(console, [calls[0].inv.op_id for calls in todo], "tuning", budget=budget, limit=seconds) as shown,
+            bars(console, [calls[0].inv.op_id for calls in todo], "tuning", budget=budget, limit=options.time) as shown,
             on_event(note),
             contextlib.redirect_stdout(sys.stderr),
             _announcing_the_stop(console),
@@ -386,13 +384,18 @@ def _tune(
             if not todo:
                 return AutotuningResult(found.device, ()), []
             if seconds is not None:
-                return tune_in_time(seconds, chain, todo, more)
+                return tune_in_time(seconds, chain, todo, more, spare)
             return tune_together(chain, todo, **more), []
     except KeyboardInterrupt:
         if done:
             result = AutotuningResult(found.device, (), tuple(done.values()))
             click.echo(report.searches(result, verbose=options.verbose, times=found.times), err=True)
         raise
+
+
+def _seconds_for_step(options: TuneOptions, check: StepCheck | None) -> float:
+    """Return the seconds of `--time` that the comparison of the step may need."""
+    return 0.0 if options.time is None or check is None or check.why_not else step_seconds(options.time)
 
 
 def _advice(event: WorkerRestarted, told: list[str]) -> str:

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
 _DEVICE: Final = re.compile(r"(cpu|gpu|tpu)-.+")  # a cache folder has one folder for each device
 _INNER: Final = re.compile(rf"{_DEVICE.pattern}|{notes.FOLDER}|{estimates.FOLDER}")  # the folders of a cache folder
+_PACK: Final = re.compile(r"[0-9a-f]+\.pack")  # in a shared cache, `ops/config/shared/packs.py`
 _MOST: Final = 200  # folders to look into
 _TYPICAL = 8 << 10  # bytes of an entry
 _REMEDY = "; `ejkernel cache prune --unreadable` removes it, and `ejkernel tune` measures the call again"
@@ -453,6 +454,9 @@ def fault_of(folder: Path, variable: str = "") -> str:
         return _why_missing(folder, variable)
     if any(map(_INNER.fullmatch, names)):
         return ""
+    if any(map(_PACK.fullmatch, names)):
+        url = Path(os.path.abspath(folder)).as_uri()
+        return f"{folder} is a shared cache; name it by its URL, {url}, e.g. in EJKERNEL_CACHE_LAYERS"
     places = [folder.parents[at] for at, place in enumerate((folder, folder.parent)) if _DEVICE.fullmatch(place.name)]
     inner = [folder / name for name in names]
     places += [*inner, *(place / settings.CACHE_FOLDER for place in inner)]

@@ -185,8 +185,8 @@ class Kernel(Computation[Cfg, Out]):
     def cost(self, inv: Invocation[Cfg, Out]) -> Cost | None:
         """Return the work of a call, including enclosing `vmap`s; `None`, the default, if it is unknown.
 
-        Tuning compares measured times with it, to report how close a configuration comes to the device's peak, and to
-        reject impossibly fast times. `inv.direction` tells forward, backward and tangents apart.
+        Reports compare measured times with it, to show how close a configuration comes to the device's peak, and
+        `ejkernel tune --time` begins with the most work. `inv.direction` tells forward, backward and tangents apart.
         """
         return None
 
