@@ -87,7 +87,7 @@ class Checked:
         if self.answer.undecided:
             doubt = "; this machine is too noisy to tell whether it is slower: the next run compares it again"
         elif over["low"] < 1 < over["high"]:
-            doubt = "; whether it is faster, the noise hides: `ejkernel bench` can measure for longer"
+            doubt = "; too noisy to tell whether it is faster: `ejkernel bench` can measure for longer"
         none = "; all new configurations are dropped" if len(dropped) == len(self.winners) else ""
         return [printable(line) for line in (*said, f"step: {times}{doubt}{none}")]
 
