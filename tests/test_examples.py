@@ -40,7 +40,7 @@ def test_the_replaced_attention_computes_the_same_in_less_memory(monkeypatch, ca
 def test_the_index_lists_every_example_and_shows_how_to_run_it():
     folders = sorted(place.name for place in EXAMPLES.iterdir() if place.is_dir() and any(place.glob("*.py")))
     assert sorted(re.findall(r"^\| \[(\w+)\]\(\1\)", INDEX, re.M)) == folders
-    shown = re.findall(r"`python (examples/[^\s`]+)", INDEX)
+    shown = re.findall(r"`(?:python|ejkernel tune) (examples/[^\s`:]+)", INDEX)
     assert all((EXAMPLES.parent / file).is_file() for file in shown)
     assert sorted({Path(file).parent.name for file in shown}) == folders
 
