@@ -339,6 +339,16 @@ def test_a_table_says_what_an_untuned_call_runs(store, monkeypatch, heuristic, l
     assert answers["estimated"].startswith(last.partition(": ")[2])
 
 
+def test_reasons_that_differ_only_in_numbers_share_a_line():
+    def crash(inv, choice):
+        if choice.config in (7, 8):
+            raise CandidateError(f"the simulator failed at %v{choice.config}_v1{choice.config}")
+        return simulate(inv, choice)
+
+    (found,) = estimate_calls([CALL], V6E, simulate=crash)
+    assert "\n2 x not estimated: the simulator failed at %v7_v17, e.g. 7\n" in estimates_as_text(found)
+
+
 # --- their place among the tiers ---
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -15,6 +16,7 @@ from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import arguments, compact, counted, durations, size, terminal_width, text_table
 
 _SHOWN: Final = 5  # configurations of a call
+_NUMBER: Final = re.compile(r"\d+")  # reasons that differ only in numbers share a line
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +107,10 @@ def estimates_as_text(found: Estimates, *, verbose: bool = False) -> str:
     reasons: dict[str, list[EstimatedRow]] = {}
     for row in found.rows:
         if row.us is None:
-            reasons.setdefault(row.reason, []).append(row)
+            reasons.setdefault(_NUMBER.sub("", row.reason), []).append(row)
     lines += [
-        f"{len(rows)} x {printable(' '.join(reason.split()))}, e.g. {_name(rows[0])}"
-        for reason, rows in reasons.items()
+        f"{len(rows)} x {printable(' '.join(rows[0].reason.split()))}, e.g. {_name(rows[0])}"
+        for rows in reasons.values()
     ]
     best, note = chosen(found)
     lines.append(f"untuned calls run {'the heuristic' if best is None else _name(best)}: {printable(note)}")
