@@ -96,7 +96,7 @@ def calls_in_file(path: Path) -> Found:
             "shards; tune the program as MODULE:FUNCTION, with --mesh-devices if this machine lacks its devices."
         )
     elif not program.labels:
-        _warn(f"{path} has no labels of kernel calls; was the program lowered with EJKERNEL_OPS_STAMP=none?")
+        _warn(f"{path} has no labels of kernel calls: it makes none, or was lowered with EJKERNEL_OPS_STAMP=none.")
     if program.bare:
         _warn(
             f"labels without a description of their call: {listed(program.bare)}; lower the program with "
@@ -188,7 +188,7 @@ def _program_text(path: Path) -> str:
         return data.decode("utf-8", "replace")  # labels are ASCII; other bytes do not matter
     try:
         # Only search the exported program's strings: `jax.export.deserialize` would run registered user functions.
-        return text_of_bytecode(data)
+        return f"module {{\n{text_of_bytecode(data)}\n}}"  # without labels, too, it is a program
     except ValueError as error:
         raise ArgumentError(f"{path} is neither a program's text nor a readable exported program: {error}.") from error
 
