@@ -60,6 +60,13 @@ def test_one_machine_pushes_and_another_pulls(capsys, url, mine, theirs):
     )
 
 
+@pytest.mark.parametrize("command", ["pull", "diff", "merge", "prune"])
+def test_a_shared_cache_that_does_not_exist_is_an_error(capsys, url, mine, command):
+    status, out, err = run(capsys, command, url, cache=mine)
+    assert (status, out) == (1, "")
+    assert f"{url} cannot be read: it does not exist, or nothing was ever saved there; check the URL." in err
+
+
 @pytest.mark.filterwarnings("default::ejkernel.ops.errors.CacheWarning")
 def test_the_folder_of_a_shared_cache_is_named_by_its_url(capsys, url, mine, theirs, tmp_path):
     run(capsys, "push", url, cache=mine)

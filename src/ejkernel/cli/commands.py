@@ -314,8 +314,8 @@ def explain(target: str, prefix: str, imports: tuple[str, ...], missed: bool, de
     entry of the forward call, on TPUs configurations of others (published) and by a simulator (estimated), the
     heuristic. This command measures and saves nothing.
 
-    With --target, the program of MODULE:FUNCTION is traced for that device, which need not be here; with
-    --mesh-devices, for a mesh of as many devices as this machine's.
+    With --target, the program of MODULE:FUNCTION is traced for that device, which need not be here. With
+    --mesh-devices, it is traced for a mesh of that many devices like this machine's.
     """
     if missed and not prefix and ":" not in target:  # else it names a program
         target, prefix = "", target

@@ -218,8 +218,8 @@ def test_an_object_without_content_is_damaged_and_is_written_again(tmp_path, url
 @pytest.mark.parametrize("url", ["file"], indirect=True)
 def test_a_file_is_no_place(tmp_path, url):
     (tmp_path / "team").write_text("")
-    with pytest.warns(CacheWarning, match="it does not exist"):
-        assert rows(SharedPlace(url, tmp_path / "mine")) == []
+    with pytest.raises(ConfigError, match="cannot be read: it does not exist"):
+        SharedPlace(url, tmp_path / "mine")
 
 
 @pytest.mark.parametrize("url", ["file"], indirect=True)

@@ -130,13 +130,17 @@ class SharedPlace:
     Args:
         url: See `Store`.
         cache_dir: The folder for the copy.
-        may_be_new: Accept a shared cache that does not exist yet, without a warning.
+        may_be_new: Accept a shared cache that does not exist yet.
         bounded: Reject a shared cache that is too large for ordinary programs to read.
 
     Attributes:
         store: The remote objects.
         layer: The copy on this machine.
         fetched: Number of packs that the constructor fetched.
+
+    Raises:
+        ConfigError: The shared cache does not exist, and has no copy on this machine.
+        OSError: The URL cannot be read, or its copy cannot be written.
     """
 
     has_classes = True
@@ -146,6 +150,8 @@ class SharedPlace:
         self.layer = SharedLayer(url, cache_dir, connect=lambda _: self.store, bounded=bounded)
         self.copy.verify()
         self.fetched = self.layer.refresh()
+        if not (self.layer.is_there or may_be_new or self.copy.packs()):
+            raise ConfigError(f"{shown(url)} cannot be read: {self.layer.problem}.")
         if self.layer.is_there or not may_be_new:
             self.layer.tell()
         self._is_empty = self.layer.is_empty
@@ -347,7 +353,7 @@ def place_of(name: str, cache_dir: Path) -> FolderPlace | SharedPlace:
         cache_dir: The cache folder, which holds the copies.
 
     Raises:
-        ConfigError: The folder does not exist.
+        ConfigError: The folder or shared cache does not exist.
         OSError: The URL cannot be read, or its copy cannot be written.
     """
     if is_url(name):
