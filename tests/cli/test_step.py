@@ -68,6 +68,11 @@ def types():
     return product, (jax.ShapeDtypeStruct((64, 64), jnp.float32),) * 2
 
 
+def integers():
+    shapes = (jax.ShapeDtypeStruct((64, 64), jnp.float32),) * 2
+    return jax.jit(lambda a, b, n: product(a, b) + n.sum()), (*shapes, jax.ShapeDtypeStruct((3,), jnp.int32))
+
+
 def printing():
     def step(a, b):
         jax.debug.print("{}", a[0, 0])
@@ -323,7 +328,11 @@ def test_a_step_that_should_not_run_is_not_compared_unless_asked(program, capsys
 
 @pytest.mark.slow
 def test_the_step_of_a_small_program_given_by_types_runs_with_random_arrays(program, capsys):
-    assert "\nstep: " in tune(capsys, "types")[1]
+    out = tune(capsys, "types")[1]
+    assert "\nstep: " in out
+    assert "integer inputs" not in out
+    out = tune(capsys, "integers", "--force")[1]
+    assert "The integer inputs given by type alone (i32[3]) were random zeros and ones." in out
 
 
 @pytest.mark.slow

@@ -276,12 +276,8 @@ def _sentences(options: BenchOptions, result: _Result) -> list[str]:
 
 def _of_inputs(result: _Result) -> list[str]:
     """Return sentences about random inputs, and about NaN in the results."""
-    program, said = result.program, []
-    if program.drawn:
-        said.append(
-            f"The integer inputs given by type alone ({program.drawn}) were random zeros and ones. If the time depends "
-            f"on their values, let {program.target} return arrays for them."
-        )
+    program = result.program
+    said = [program.guess] if program.guess else []
     if result.has_nan:
         said.append("Some results are NaN.")
     if result.has_nan and program.is_random:

@@ -118,6 +118,14 @@ class Loaded:
     is_random: bool = False
     drawn: str = ""
 
+    @property
+    def guess(self) -> str:
+        """A sentence about integer arrays with random values; empty without any."""
+        return self.drawn and (
+            f"The integer inputs given by type alone ({self.drawn}) were random zeros and ones. If the time depends "
+            f"on their values, let {self.target} return arrays for them."
+        )
+
     @classmethod
     def of(cls, program: Program) -> Loaded:
         """Import a program and create its arrays."""

@@ -89,6 +89,7 @@ class Answer:
         rounds: The rounds of this comparison.
         dropped: Why configurations are not kept, by call.
         mapping: How much memory the steps without and with all new configurations map anew; see `of_mapping`.
+        guess: A sentence about integer inputs with random values; empty without any.
         undecided: Whether the new configurations seem to slow the step, but within the noise.
         skipped: Why the step was not compared; empty if it was.
     """
@@ -99,6 +100,7 @@ class Answer:
     rounds: int = 0
     dropped: Mapping[ConfigKey, str] = dataclasses.field(default_factory=dict)
     mapping: str = ""
+    guess: str = ""
     undecided: bool = False
     skipped: str = ""
 
@@ -130,7 +132,8 @@ def compare_step(question: Question) -> Answer:
         least = before.compile_seconds + 2 * (WARM_UP + FEWEST) * before.first
         if least > question.end - time.monotonic() and not question.insists:
             return Answer(skipped=f"that takes about {least:.0f} s more, {question.why_short}")
-        return choose(question.winners, before, make, lambda: max(question.end - time.monotonic(), 0.0))
+        found = choose(question.winners, before, make, lambda: max(question.end - time.monotonic(), 0.0))
+        return dataclasses.replace(found, guess=loaded.guess)
 
 
 def choose(winners: Sequence[Winner], before: Build, make: Make, left: Callable[[], float]) -> Answer:

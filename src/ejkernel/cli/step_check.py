@@ -81,7 +81,7 @@ class Checked:
             return [printable(f"step not compared: {self.answer.skipped}. {self.advice}")]
         dropped = [winner for winner in self.winners if winner.key in self.answer.dropped]
         said = [f"{winner.name}: dropped: {self.answer.dropped[winner.key]}" for winner in dropped]
-        said += [self.answer.mapping] if self.answer.mapping else []
+        said += filter(None, [self.answer.mapping, self.answer.guess])
         times = self.note(self.winners[0]).times
         over, doubt = self.answer.over, ""
         if self.answer.undecided:
