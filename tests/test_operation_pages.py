@@ -8,15 +8,25 @@ import inspect
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from ejkernel import compat, modules
+from ejkernel.modules import quantize
 from ejkernel.ops import CallError
 
 ROOT = Path(__file__).parents[1]
 PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "operations").glob("*.md"))}
 INDEX = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 FUNCTIONS = sorted(name for name in modules.__all__ if name.islower())
+EXAMPLES = [
+    pytest.param(name, code, id=f"{name}-{number}")
+    for name, text in PAGES.items()
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", text, re.S))
+    if not code.startswith((">>> ", "def "))
+]
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +134,33 @@ def test_a_page_names_each_member_of_its_classes(name):
     for public in classes:
         missing = [each for each in members(public) if not re.search(rf"`[^`]*\b{each}\b[^`]*`", PAGES[name])]
         assert missing == [], f"{public.__name__} on {name}.md"
+
+
+def arrays(name):
+    """The arrays that the examples of a page use."""
+    rng, m, k, n, experts = np.random.default_rng(0), 256, 128, 384, 4
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    if name == "flash_attention":
+        return {"q": array(1, 64, 4, 16), "k": array(1, 64, 2, 16), "v": array(1, 64, 2, 16)}
+    if name != "grouped_matmul":
+        named = {"w": array(k, n), "x": array(m, k), "y": array(m, n), "weight": array(k), "steps": 2}
+        blocks = {"x8": quantize(array(m, k), block=128), "up": array(k, n), "gate": array(k, n), "down": array(n, k)}
+        return named | blocks
+    up, gate, down = array(experts, k, n), array(experts, k, n), array(experts, n, k)
+    weights = {"weights": up, "w1": up, "w3": gate, "w2": down, "tokens": array(m, k), "dout": array(m, n)}
+    eight = {"up8": up, "gate8": gate, "down8": down}
+    return weights | {
+        "group_sizes": jnp.array([100, 50, 0, 106]),
+        "router_weights": array(m, dtype=jnp.float32),
+        "tokens8": quantize(weights["tokens"], block=128),
+        **{each: quantize(w.swapaxes(1, 2), block=128, axis=(1, 2)) for each, w in eight.items()},
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "code"), EXAMPLES)
+def test_an_example_of_a_page_runs_as_it_is_written(page, name, code):
+    page(code, jax=jax, jnp=jnp, **{each: getattr(modules, each) for each in modules.__all__}, **arrays(name))
