@@ -161,6 +161,8 @@ def missed_calls(cache_dir: Path) -> Found:
         f"{notes.folder}: {counted(len(every), 'note')}, {_usable(len(calls))}, "
         f"{refused} not usable here, {len(every) - len(here)} of other devices"
     )
+    if not every:
+        counts = f"{notes.folder}: no notes; programs that run with EJKERNEL_NOTE_MISSES=1 write them"
     empty = _empty(notes.folder) if refused else ""  # no notes: all missed calls are tuned
     return Found(name=str(notes.folder), calls=tuple(calls), counts=counts, empty=empty, notes=notes)
 
