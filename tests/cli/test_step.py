@@ -422,5 +422,5 @@ def test_a_step_without_its_devices_is_compared_on_another_machine():
 def test_the_step_of_a_text_is_said_not_to_be_compared():
     result = SimpleNamespace(searches=[SimpleNamespace(is_kept=False)])
     (line,) = step_check.not_compared(result, None, None, elsewhere=False)
-    assert "`ejkernel bench MODULE:FUNCTION` compares the step of a program" in line
+    assert "`ejkernel tune MODULE:FUNCTION --check-step` drops configurations that slow a step" in line
     assert step_check.not_compared(SimpleNamespace(searches=[]), None, None, elsewhere=False) == []

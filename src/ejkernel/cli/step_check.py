@@ -274,11 +274,13 @@ def not_compared(
     """Return the line after `--no-check-step` and without a program; none if no call has a faster configuration."""
     if all(search.is_kept for search in result.searches):
         return []
-    target = "MODULE:FUNCTION" if program is None else program.target
-    command = f"`ejkernel bench {with_cache(target, cache)}`"
-    where = f"{command} on a machine with its devices" if elsewhere else command
-    what = "the step of a program" if program is None else "it"
-    return [f"step not compared: a speed-up is that of a call by itself; {where} compares {what}."]
+    if program is None:
+        command = f"`ejkernel tune {with_cache('MODULE:FUNCTION', cache)} --check-step`"
+        how = f"{command} drops configurations that slow a step"
+    else:
+        where = " on a machine with its devices" if elsewhere else ""
+        how = f"`ejkernel bench {with_cache(program.target, cache)}`{where} compares it"
+    return [f"step not compared: a speed-up is that of a call by itself; {how}."]
 
 
 def settled(result: AutotuningResult, checked: Checked | None) -> AutotuningResult:
