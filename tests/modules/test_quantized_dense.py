@@ -69,6 +69,28 @@ def test_a_second_derivative_says_what_to_do(kind):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["current", "blocks", "delayed", "groups"])
+def test_a_tangent_says_what_to_do(kind):
+    x, w = normal(4, 128), normal(128, 32, seed=1)
+    options = {"blocks": {"block": 128}, "delayed": {"scaling": DelayedScaling.start()}}.get(kind, {})
+
+    def layer(x):
+        if kind == "groups":
+            return quantized_grouped_dense(x, w[None], jnp.asarray([4]))
+        return quantized_dense(x, w, **options)
+
+    for push in (
+        lambda: jax.jvp(layer, (x,), (x,)),
+        lambda: jax.jit(lambda x: jax.jvp(layer, (x,), (x,)))(x),
+        lambda: jax.vmap(lambda t: jax.jvp(layer, (x,), (t,)))(x[None]),
+    ):
+        with pytest.raises(UnsupportedError, match=r"no tangents .*Use jax.grad, .* or x @ w or grouped_matmul"):
+            push()
+    batched = lambda x: jnp.square(jax.vmap(layer)(x)).sum()  # noqa: E731
+    np.testing.assert_allclose(jax.grad(batched)(x[None])[0], jax.grad(lambda x: jnp.square(layer(x)).sum())(x))
+
+
+@pytest.mark.slow
 def test_a_trained_layer_with_blocks_follows_the_gradients_of_the_plain_one():
     x, w, target = normal(3, 8, 200), normal(200, 32, seed=1), normal(3, 8, 32, seed=2)
     x = x.at[0, 0, 0].set(1e4)  # an outlier, which would leave the other numbers of its row few digits in e5m2

@@ -53,6 +53,11 @@ class RaisingRule(WithRule):
         return super().custom_vjp(primals, cfg, kwargs, cotangents)[:1]
 
 
+class NoTuple(WithRule):
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        return "gradients"
+
+
 class GradientOfResiduals(WithResiduals):
     def vjp(self, residuals, out, cotangents, x, w, *, cfg):
         return tanh_matmul_gradients(x, w, residuals["y"] * 0.5, cotangents[0])
@@ -83,6 +88,32 @@ class RaisingConfiguration(Referenced):
 class TypeOfConfiguration(Referenced):
     def run(self, x, w, *, cfg):
         return tanh_matmul(x, w).astype(jnp.float16 if cfg else jnp.float32)
+
+
+class StructureOfConfiguration(Referenced):
+    def run(self, x, w, *, cfg):
+        return [tanh_matmul(x, w)] if cfg else tanh_matmul(x, w)
+
+
+class WideReference(WithRule):
+    """Half as precise as its reference, with a wrong gradient."""
+
+    factor = 2.0
+
+    def run(self, x, w, *, cfg):
+        return tanh_matmul(x, w).astype(jnp.bfloat16)
+
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        assert cotangents[0].dtype == jnp.bfloat16
+        dx, dw = super().custom_vjp(primals, cfg, kwargs, (cotangents[0].astype(jnp.float32),))
+        return dx, self.factor * dw
+
+    def reference(self, x, w):
+        return tanh_matmul(x, w)
+
+
+class RightWithWideReference(WideReference):
+    factor = 1.0
 
 
 class WrongReference(Referenced):
@@ -159,6 +190,13 @@ def _first_of_second(axis_size, in_batched, x, w):
 
 
 class UnderVmap(WithRule):
+    def run(self, x, w, *, cfg):
+        return _batched_wrongly(x, w)
+
+
+class UnderVmapAlone(WithResiduals):
+    """Wrong under `vmap`, and right under `vmap` of a gradient."""
+
     def run(self, x, w, *, cfg):
         return _batched_wrongly(x, w)
 
@@ -424,6 +462,7 @@ def made_inside():
 
 _RIGHT = (
     Referenced,
+    RightWithWideReference,
     Take,
     Float32Alone,
     Undifferentiable,

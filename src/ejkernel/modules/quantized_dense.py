@@ -123,7 +123,7 @@ def quantized_dense(
     if not {recipe.dtype, recipe.gradient_dtype} <= set(_FLOATS):
         names = f"{recipe.dtype} and {recipe.gradient_dtype}"
         raise ArgumentError(f"dtype and gradient_dtype must be {' or '.join(_FLOATS)} with scaling; got {names}.")
-    return _delayed(recipe, x, w, scaling)
+    return _delayed(recipe, x, w, jax.tree.map(_by_gradients, scaling))
 
 
 @names_checked({})
@@ -246,7 +246,7 @@ def _of_floats(name: str, array: Any) -> jax.Array:
     found = jnp.asarray(array)
     if str(found.dtype) not in OUTPUTS:
         raise ArgumentError(f"{name} must be in {', '.join(OUTPUTS)}; got {type_text(found)}. Cast it.")
-    return found
+    return _by_gradients(found)
 
 
 def _merging(x: Any) -> Merging:
@@ -276,6 +276,38 @@ def _no_second_derivative(*_: Any) -> Any:
         "bits. Use x @ w or grouped_matmul in what is differentiated twice, or pass jax.lax.stop_gradient of all "
         "arguments to the inner gradient."
     )
+
+
+# A tangent that is passed to a layer. Gradients transpose it; to compute it is an error, earlier than JAX's own, which
+# names neither the layer nor what to do.
+_tangent_p = compat.tracing.Primitive("quantized_dense_tangent")
+
+
+@jax.custom_jvp
+def _by_gradients(array: jax.Array) -> jax.Array:
+    """Return an argument of a layer, which has gradients but no tangents."""
+    return array
+
+
+@_by_gradients.defjvp
+def _in_transposed_form(primals: tuple[jax.Array], tangents: tuple[Any]) -> tuple[jax.Array, Any]:
+    return *primals, _tangent_p.bind(*tangents)
+
+
+def _no_tangents(*_: Any) -> Any:
+    raise UnsupportedError(
+        "quantized_dense and quantized_grouped_dense have no tangents (jax.jvp, jax.jacfwd, jax.linearize), because "
+        "their gradient is a rule of its own, with matmuls in 8 bits. Use jax.grad, jax.vjp or jax.jacrev, or x @ w or "
+        "grouped_matmul in what needs tangents."
+    )
+
+
+_tangent_p.def_abstract_eval(lambda tangent: tangent)
+_tangent_p.def_impl(_no_tangents)
+compat.programs.register_lowering(_tangent_p, _no_tangents)
+compat.tracing.register_jvp(_tangent_p, _no_tangents)
+compat.tracing.register_transpose(_tangent_p, lambda cotangent, _: [cotangent])
+compat.tracing.register_batching(_tangent_p, lambda _, arrays, axes: (_tangent_p.bind(*arrays), axes[0]))
 
 
 # Current scaling.

@@ -24,7 +24,7 @@ import numpy as np
 
 from ejkernel import compat
 from ejkernel.ops.core.examples import stack, stacked
-from ejkernel.ops.core.transformations.nodes import Flat
+from ejkernel.ops.core.transformations.nodes import Flat, in_dtypes_of
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.random_arrays import random_array
@@ -144,7 +144,7 @@ def pulled(function: Flat, wrt: Sequence[bool]) -> Callable[[Arrays, Arrays], Re
         outs, pull = jax.vjp(lambda *own: function(*_merged(arrays, own, wrt)), *_selected(arrays, wrt))
         given = iter(cotangents)
         full = [next(given) if is_inexact(out) else np.zeros(out.shape, jax.dtypes.float0) for out in outs]
-        return Results(outs, pull(tuple(full)))
+        return Results(outs, pull(in_dtypes_of(outs, full)))
 
     return both
 

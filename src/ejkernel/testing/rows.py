@@ -123,7 +123,7 @@ FIXED: Final = "\N{WORD JOINER}"
 
 _HINTS: Final = {  # beginnings of the names of checks
     "configurations": "`config_space` and `heuristic_cfg` must return valid configurations",
-    "types": "the results must have the same shapes and dtypes under every configuration",
+    "types": "the results must have the same structure, shapes and dtypes under every configuration",
     "repeated": "results must depend on the arguments only: look for memory that is read before it is written, for a "
     "race between programs, and for counters or random numbers outside of the arguments",
     "arguments": "write to a copy of the argument, or declare the alias inside the kernel only",

@@ -41,6 +41,7 @@ class WrongWithReference(wrong_kernels.GradientOfOneArgument):
 WRONG_ALIKE = {
     "of run": (wrong_kernels.GradientOfOneArgument(), r"JAX's derivatives of `run`: the gradient of w differs"),
     "of reference": (WrongWithReference(), r"JAX's derivatives of `reference`: the gradient of w differs"),
+    "of a wide reference": (wrong_kernels.WideReference(), r"of `reference`: the gradient of w differs"),
     "of residuals": (wrong_kernels.GradientOfResiduals(), r"JAX's derivatives of `run`: the gradient of x differs"),
     "inside run": (wrong_kernels.WrongTangents(), r"JAX's derivatives of `reference`: the gradient of x differs"),
     "raising": (wrong_kernels.RaisingRule(), r"its gradient rule fails: .* must return a tuple of 2 gradients"),
@@ -96,6 +97,11 @@ def test_without_a_reference_a_backward_is_compared_with_run(name, batched):
 def test_a_completely_wrong_backward_names_the_argument():
     with pytest.warns(TuningWarning, match=r"\.bwd: none of 1 candidate .* the gradient of w differs from the ref"):
         autotune(backward(WrongWithReference("alike")), x, w)
+
+
+def test_a_backward_is_compared_with_a_reference_of_wider_results():
+    found = autotune(backward(wrong_kernels.RightWithWideReference()), x, w)
+    assert len(found) == 1  # without a TuningWarning
 
 
 @pytest.mark.slow

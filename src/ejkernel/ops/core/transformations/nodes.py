@@ -180,10 +180,17 @@ def autodiff_vjp(function: Flat, count: int) -> Flat:
     """Return JAX's reverse-mode derivative of `function`."""
 
     def gradients(*arrays: jax.Array) -> tuple[Any, ...]:
-        found = jax.vjp(function, *arrays[:count])[1](tuple(arrays[count:]))
+        outs, pull = jax.vjp(function, *arrays[:count])
+        found = pull(in_dtypes_of(outs, arrays[count:]))
         return tuple(None if g.dtype == jax.dtypes.float0 else g for g in found)
 
     return gradients
+
+
+def in_dtypes_of(outs: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
+    """Return cotangents in the dtypes of the results: a reference may compute in wider dtypes than `run`."""
+    both = zip(outs, cotangents, strict=True)
+    return tuple(ct.astype(out.dtype) if is_inexact(out) and ct.dtype != out.dtype else ct for out, ct in both)
 
 
 @dataclasses.dataclass(frozen=True)
