@@ -297,7 +297,7 @@ def test_what_cannot_be_reordered_is_an_error_with_the_fix(wrong):
 
 def test_a_block_is_not_launched_persistently_since_copies_hold_multiprocessors(monkeypatch):
     on_gpu = {"platform": "gpu", "device_fingerprint": "gpu:nvidia_h200"}
-    monkeypatch.setattr("ejkernel.ops.operation._lowered_place", lambda: on_gpu)
+    monkeypatch.setattr("ejkernel.ops.operation.lowered_place", lambda: on_gpu)
     operation, config = FlashAttention(), FlashAttentionConfig(implementation="mosaic_gpu")
     query, key = (jax.ShapeDtypeStruct((1, 4096, heads, 128), "bfloat16") for heads in (16, 8))
     args, options = (query, key, key), dict.fromkeys(("softmax_scale", "sliding_window", "logits_soft_cap"))

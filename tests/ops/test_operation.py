@@ -149,6 +149,21 @@ def nothing_seen():
     SEEN.clear()
 
 
+def test_an_operation_that_does_not_describe_a_call_is_named():
+    class UndescribedConfig(OperationConfig):
+        pass
+
+    class Undescribed(Operation[UndescribedConfig, ScaleCall, jax.Array]):
+        implementations = Implementations({"plain": Plain()})
+        prepare = Scale.prepare
+
+        def describe(self, x, *, factor):
+            ScaleCall(length=x.shape[0], factor=factor)
+
+    with pytest.raises(KernelError, match=r"^Undescribed\.describe must return an OperationCall, got None\."):
+        Undescribed("undescribed")(EVEN)
+
+
 class OnOnePlatform(Plain):
     """Runs on the platform that a subclass names as its home."""
 

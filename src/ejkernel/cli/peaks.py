@@ -17,6 +17,7 @@ from ejkernel.ops.autotuner.measure.measurement import benchmark
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.utils.fingerprint import device_fingerprint
+from ejkernel.ops.utils.values.signature import is_array
 
 _TRIES: Final = 30  # times of a peak; the least counts
 
@@ -120,7 +121,7 @@ def peak_of(device: str, dtype: str, *, measure: bool = False) -> Peak | None:
 
 def main_dtype(inv: Invocation[Any, Any]) -> str:
     """Return the dtype of a call's largest array; empty without arrays."""
-    arrays = [x for x in jax.tree.leaves((inv.abstract_args, inv.abstract_kwargs)) if hasattr(x, "shape")]
+    arrays = [x for x in jax.tree.leaves((inv.abstract_args, inv.abstract_kwargs)) if is_array(x)]
     largest = max(arrays, key=lambda array: float(np.prod(array.shape)), default=None)
     return "" if largest is None else str(largest.dtype)
 

@@ -322,18 +322,24 @@ def _of_groups(x: Any, w: Any, gate: Any, options: dict[str, Any]) -> Any:
         rows = Quantized(rows, own.merge("x_scale", scale), flat_block(block))
     group = _one_group(matrix, w_scale, w_block)
     if gate is not None:
-        other, *more = quantized_operand("gate", gate)
-        is_alike = is_array(other) and tuple(other.shape) == tuple(matrix.shape)
-        if not is_alike or (more[1] is None) != (w_block is None):
+        given, like = quantized_operand("gate", gate), (matrix, w_scale, w_block)
+        if _form(*given) != _form(*like):
             wanted = "an array" if w_block is None else "Quantized"
-            raise ArgumentError(f"gate must be {wanted} like w, {type_text(matrix)}; got {type_text(other)}.")
-        gate = _one_group(other, *more)
+            raise ArgumentError(f"gate must be {wanted} like w, {_form(*like)}; got {_form(*given)}.")
+        gate = _one_group(*given)
     sizes = jnp.full((1,), rows.shape[0], jnp.int32)
     found = grouped_matmul(rows, group, sizes, gate=gate, **options)
     if not isinstance(found, Quantized):
         return merging.separate(found)
     block = (1,) * (len(values.shape) - 1) + found.block[1:]
     return Quantized(merging.separate(found.values), merging.separate(found.scale), block)
+
+
+def _form(matrix: Any, scale: Any, block: Block | None) -> str:
+    """Return the types of a matrix and its scales, and the blocks."""
+    if block is None:
+        return type_text(matrix)
+    return f"{type_text(matrix)} with scales {type_text(scale)} of blocks {full_block(block, 2)}"
 
 
 def _checked_row_scale(row_scale: Any, x: Any, merging: Merging) -> Any:

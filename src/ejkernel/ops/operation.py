@@ -21,8 +21,9 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
-from ejkernel.ops.implementation import CallT, Implementation, Implementations, OperationConfig
-from ejkernel.ops.utils.fingerprint import platform_fingerprint, platform_kind, traced_for
+from ejkernel.ops.implementation import CallT, Implementation, Implementations, OperationCall, OperationConfig
+from ejkernel.ops.utils.error_text import value_text
+from ejkernel.ops.utils.fingerprint import lowered_place, traced_for
 from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.values.signature import is_array
 
@@ -137,7 +138,10 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
     def _described(self, args: tuple[Any, ...], options: Mapping[str, Any], **fields: Any) -> CallT:
         """Return the description of a call; `fields` are those of `OperationCall` itself."""
         own = {name: value for name, value in options.items() if name != "implementation"}
-        return dataclasses.replace(self.describe(*args, **own), **fields)
+        found = self.describe(*args, **own)
+        if not isinstance(found, OperationCall):
+            raise KernelError(f"{type(self).__name__}.describe must return an OperationCall, got {value_text(found)}.")
+        return dataclasses.replace(found, **fields)
 
     def able(self, inv: Invocation[OpCfg, Out]) -> list[str]:
         """Return the names of the implementations that can run the call, in order of preference.
@@ -383,7 +387,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         chosen, params = self.implementations[cfg.implementation], cfg.bwd if call.backward else cfg.fwd
         if not chosen.runs_everywhere(call) or params is None or (backward and not chosen.has_backward()):
             # Query the platform only if it matters: a trace that depends on it is repeated once the platform is known.
-            call = dataclasses.replace(call, **_lowered_place(), partitioned=compat.programs.is_split_by_xla())
+            call = dataclasses.replace(call, **lowered_place(), partitioned=compat.programs.is_split_by_xla())
             reason = self.implementations.unsupported(chosen.name, call)
             if reason is not None:
                 chosen, params = self._fallback(chosen, reason, call, self._considered(options, call)), None
@@ -406,7 +410,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         call = self._described(args, options, backward=backward)
         chosen, params = self.implementations[cfg.implementation], cfg.bwd if call.backward else cfg.fwd
         if not chosen.runs_everywhere(call):
-            call = dataclasses.replace(call, **_lowered_place(), partitioned=compat.programs.is_split_by_xla())
+            call = dataclasses.replace(call, **lowered_place(), partitioned=compat.programs.is_split_by_xla())
         if self.implementations.unsupported(chosen.name, call) is None:
             if params is None or chosen.doubt(call, params) is None:
                 return cfg
@@ -479,16 +483,3 @@ def _valid_params(implementation: Implementation[Any], call: Any) -> Collection[
     own = [params for params in space if implementation.params_fault(call, params) is None]
     published = [params for _, params, fault in published_params(implementation, call) if not fault]
     return list(dict.fromkeys((*own, *published))) if published else own
-
-
-def _lowered_place() -> dict[str, Any]:
-    """Return the known fields of the target device, if the program is being lowered."""
-    platform = compat.programs.lowered_platform()
-    if platform is None:
-        return {"platform": None}
-    # The model of an NVIDIA GPU may be unknown here. Kernels for TPUs choose by the chip's memory.
-    device = platform_fingerprint(platform) if platform.lower() in ("rocm", "tpu") else ""
-    return {
-        "platform": platform_kind(platform),
-        "device_fingerprint": "" if device == "tpu:unknown" else device,
-    }

@@ -19,7 +19,7 @@ from ejkernel.ops.core.kernel import has_gradient_rule, overrides
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, as_outputs, run_vjp
 from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.random_arrays import random_array
-from ejkernel.ops.utils.values.signature import is_inexact
+from ejkernel.ops.utils.values.signature import is_array, is_inexact
 from ejkernel.testing.programs import Arrays, Results, Together, compiled
 from ejkernel.testing.report import Comparison
 from ejkernel.testing.rows import CheckRow, compared, error_line, row
@@ -196,7 +196,7 @@ def _wrong_types(
             return
         names, at = array_names(spec), 0
         for argument, gradient in zip(args, found, strict=True):
-            count = sum(spec_is_array for spec_is_array in map(_is_array, jax.tree.leaves(argument)))
+            count = sum(spec_is_array for spec_is_array in map(is_array, jax.tree.leaves(argument)))
             wrong.extend(_misfits(argument, gradient, names[at : at + count]))
             at += count
 
@@ -235,7 +235,7 @@ def _outputs(tree: Any, outs: Sequence[Any], cotangents: Sequence[jax.Array]) ->
 
 
 def _misfits(argument: object, gradient: object, names: Sequence[str]) -> list[str]:
-    arrays = [leaf for leaf in jax.tree.leaves(argument) if _is_array(leaf)]
+    arrays = [leaf for leaf in jax.tree.leaves(argument) if is_array(leaf)]
     gradients = jax.tree.leaves(gradient, is_leaf=lambda leaf: leaf is None)
     if len(gradients) != len(arrays):  # None for a whole subtree, or for a static argument
         return []
@@ -244,10 +244,6 @@ def _misfits(argument: object, gradient: object, names: Sequence[str]) -> list[s
         for name, array, found in zip(names, arrays, gradients, strict=True)
         if found is not None and is_inexact(array) and found.dtype != array.dtype
     ]
-
-
-def _is_array(leaf: object) -> bool:
-    return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
 
 
 _CHECK: Final = "gradient, by differences"

@@ -254,6 +254,14 @@ DENSE = MATRIX.dequantize()
         (lambda: quantized_matmul(X, MATRIX, quantize=E4M3, preferred_element_type="float32"), "must be None with"),
         (lambda: quantized_matmul(X.dequantize(), MATRIX, transpose_w=True, quantize=E4M3), "must be in 8 bits"),
         (lambda: quantized_matmul(X, MATRIX, transpose_w=True, gate=jnp.ones((8, 128))), "gate must be Quantized"),
+        (
+            lambda: quantized_matmul(X, MATRIX, transpose_w=True, gate=quantize(DENSE, dtype="int8")),
+            r"gate must be Quantized like w, float8.* with scales .*; got int8",
+        ),
+        (
+            lambda: quantized_matmul(X, MATRIX, transpose_w=True, gate=quantize(DENSE, axis=(0, 1))),
+            r"gate must be Quantized like w, .* of blocks .*; got .* of blocks \(None, None\)",
+        ),
         (lambda: grouped(X, W, activation="sillu"), "did you mean 'silu'"),
         (lambda: grouped(X, W, quantize="int4"), "quantize must be one of"),
         (lambda: grouped(X, W, row_scale=jnp.ones(4)), "row_scale must be None with quantize"),

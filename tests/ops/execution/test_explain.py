@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.ops.sample_kernels import Applies, Times
+from tests.ops.sample_kernels import Applies, Double, Times
 
 from ejkernel import ops
 from ejkernel.modules import FlashAttention, FlashAttentionConfig, flash_attention
@@ -108,6 +108,10 @@ def test_an_explanation_says_that_a_result_is_an_input(executor):
             return x
 
     assert "each result of the call is one of its inputs" in executor.explain(Identity(), X).label_note
+
+
+def test_a_static_dtype_is_explained(executor):
+    assert executor.explain(Double(), X, note=np.dtype("float32")).label
 
 
 def test_a_chooser_of_ones_own_is_explained():

@@ -29,6 +29,7 @@ from ejkernel.ops.utils.formatting import arguments, cases, compact, counted, te
 from ejkernel.ops.utils.meta import label
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import to_data
+from ejkernel.ops.utils.values.signature import is_array
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.store.log import StoredSearch
@@ -305,7 +306,7 @@ def _label_of(
 
 def _returns_only_inputs(inv: Invocation[Cfg, Out], config: object) -> bool:
     node = inv.node
-    arrays = [leaf for leaf in jax.tree.leaves((inv.abstract_args, inv.abstract_kwargs)) if hasattr(leaf, "shape")]
+    arrays = [leaf for leaf in jax.tree.leaves((inv.abstract_args, inv.abstract_kwargs)) if is_array(leaf)]
     if inv.batch_sizes or inv.direction != "fwd":
         return False  # batched results are transposed and derived ones computed, so instructions produce them
     try:

@@ -133,6 +133,19 @@ def platform_fingerprint(name: str) -> str:
         return f"{kind}:amd_unknown" if name.lower() == "rocm" else f"{kind}:unknown"
 
 
+def lowered_place() -> dict[str, Any]:
+    """Return the known fields of the target device, if the program is being lowered."""
+    platform = compat.programs.lowered_platform()
+    if platform is None:
+        return {"platform": None}
+    # The model of an NVIDIA GPU may be unknown here. Kernels for TPUs choose by the chip's memory.
+    device = platform_fingerprint(platform) if platform.lower() in ("rocm", "tpu") else ""
+    return {
+        "platform": platform_kind(platform),
+        "device_fingerprint": "" if device == "tpu:unknown" else device,
+    }
+
+
 @functools.cache
 def _cpu_name() -> str:
     """Return the name of this machine's processor.
