@@ -201,6 +201,17 @@ class UnderVmapAlone(WithResiduals):
         return _batched_wrongly(x, w)
 
 
+class ForZerosAlone(WithResiduals):
+    """Wrong for zeros, and for odd sizes, where nothing differentiates."""
+
+    def run(self, x, w, *, cfg):
+        y = tanh_matmul(x, w)
+        return y + 1 if y.shape[1] == 5 else jnp.where(y == 0, jnp.nan, y)
+
+    def reference(self, x, w):
+        return tanh_matmul(x, w)
+
+
 class BatchedSecond(WithRule):
     """Wrong where `w` alone is batched."""
 

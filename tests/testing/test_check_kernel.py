@@ -68,6 +68,7 @@ WRONG = {
     "RaisingHeuristic": (["configurations"], GROUPS),
     "UnderVmap": (["vmap", "vmap of vmap", "vmap over x", "vmap over w"], VMAP),
     "UnderVmapAlone": (["vmap, no gradient"], only("gradient", "vmap")),
+    "ForZerosAlone": (["zeros", "zeros in x", "zeros in w", "odd sizes, no gradient"], only("gradient", "inputs")),
     "BatchedSecond": (["vmap over w"], VMAP),
     "WrongTangents": (["tangents"], only("tangents")),
     "WeaklyTyped": (["weak types"], only("dtypes")),

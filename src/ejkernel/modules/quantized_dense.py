@@ -108,7 +108,8 @@ def quantized_dense(
 
     Raises:
         ArgumentError: An argument has the wrong shape, dtype or value.
-        UnsupportedError: `implementation` cannot run one of the matmuls.
+        UnsupportedError: `implementation` cannot run one of the matmuls, or a tangent (`jax.jvp`) or a second
+            derivative is needed.
     """
     if not is_array(x) or not x.shape or not is_array(w) or len(w.shape) != 2 or x.shape[-1] != w.shape[0]:
         raise ArgumentError(f"x must be [..., k] and w a matrix [k, n]; got {type_text(x)} and {type_text(w)}.")
@@ -161,7 +162,8 @@ def quantized_grouped_dense(
 
     Raises:
         ArgumentError: An argument has the wrong shape, dtype or value.
-        UnsupportedError: `implementation` cannot run one of the matmuls.
+        UnsupportedError: `implementation` cannot run one of the matmuls, or a tangent (`jax.jvp`) or a second
+            derivative is needed.
     """
     if not is_array(lhs) or len(lhs.shape) != 2 or not is_array(rhs) or len(rhs.shape) != 3 or lhs.dtype != rhs.dtype:
         raise ArgumentError(

@@ -159,15 +159,16 @@ def _value_row(
     numbers: Numbers, config: Any, name: str, arrays: list[Any], true: Results, slack: Sequence[Any]
 ) -> CheckRow:
     try:
-        found = numbers.results(config, arrays)
+        both = numbers.results(config, arrays)
     except Exception as error:  # noqa: BLE001 - the row has the reason
         return row(name, config, error)
     deviations = [
         _value_deviation(index, *each, numbers)
+        for found in both
         for index, each in enumerate(zip(found.outs, true.outs, slack, strict=True))
         if is_inexact(each[1]) and each[1].size
     ]
-    for index, (got, want) in enumerate(zip(found.gradients or (), true.gradients or (), strict=False)):
+    for index, (got, want) in enumerate(zip(both[0].gradients or (), true.gradients or (), strict=False)):
         if (~np.isfinite(wide(got)) & np.isfinite(wide(want))).any():
             deviations.append(Deviation(np.inf, 1.0, f"gradient {index} is not finite, but the expected one is"))
     return compared(name, config, deviations or [Deviation(0.0, 1.0)])
@@ -303,14 +304,17 @@ def _changed_rows(
     except Exception as error:  # noqa: BLE001 - nor does a reference
         yield row(name, None, f"the reference fails: {error_line(error)}", skipped=True)
         return
-    found = other.all_results(configs)
-    for config, one in zip(configs, found, strict=True):
+    found = [(name, *each) for each in zip(configs, other.all_results(configs), strict=True)]
+    if other.has_own_forward:
+        alone = zip(configs, other.all_results(configs, gradients=False), strict=True)
+        found += [(f"{name}, no gradient", *each) for each in alone]
+    for check, config, one in found:
         if isinstance(one, Exception):
-            yield _crashed_row(name, config, one, types)
+            yield _crashed_row(check, config, one, types)
             continue
-        made = other.row_of(name, config, one)
+        made = other.row_of(check, config, one)
         if made.status == CheckStatus.FAILED and len(one.outs) == len(true.outs) and _is_rounding(other, one, true):
-            made = row(name, config)  # within rounding; the error would exceed the general tolerance
+            made = row(check, config)  # within rounding; the error would exceed the general tolerance
         yield dataclasses.replace(made, reason=f"{types}: {made.reason}" if made.reason else "")
     for made in pairs_for(other) if pairs_for is not None else ():
         reason = f"{types}: {made.reason}" if made.reason else ""

@@ -316,8 +316,7 @@ class Numbers:
                 inputs, batched = pattern.inputs(self.examples), self._batched_cotangents(pattern)
                 want = functools.partial(self.truth.gathered, pattern, self.examples, self.cotangents)
                 yield pattern.name, _Check(derived(pattern.batched(run)), inputs, batched, want)
-                # A gradient runs `fwd_with_residuals` instead of `run`.
-                if differentiates and pattern.name == "vmap" and writes_residual_form(self.subject.kernel):
+                if differentiates and pattern.name == "vmap" and self.has_own_forward:
                     yield "vmap, no gradient", _Check(alone(pattern.batched(run)), inputs, [], want)
         if "tangents" not in without and not self._why_no_tangents:
             push = functools.partial(pushed, wrt=self._inexact)
@@ -374,16 +373,21 @@ class Numbers:
         """Return the comparisons for `subject`, this call on arrays of other types, with the same derivatives."""
         return Numbers(subject, baseline, self)
 
-    def all_results(self, configs: Sequence[Any]) -> list[Any]:
+    @property
+    def has_own_forward(self) -> bool:
+        """Whether a gradient runs `fwd_with_residuals` instead of `run`."""
+        return self._has_gradients and not self._scope.is_brief and writes_residual_form(self.subject.kernel)
+
+    def all_results(self, configs: Sequence[Any], *, gradients: bool = True) -> list[Any]:
         """Return results and gradients for the first example, or an error, under each configuration."""
-        inputs = self.examples[0], self.cotangents[0]
-        runs = {str(n): (self.derived(self.subject.executed(config)), *inputs) for n, config in enumerate(configs)}
+        inputs, form = (self.examples[0], self.cotangents[0]), self.derived if gradients else alone
+        runs = {str(n): (form(self.subject.executed(config)), *inputs) for n, config in enumerate(configs)}
         return list(Together(runs)().values())
 
     def usual(self, config: object) -> Results:
         """Return the call's results and gradients for the first example."""
         try:
-            return self.results(config, self.examples[0])
+            return self.results(config, self.examples[0])[0]
         except Exception as error:  # noqa: BLE001 - the row of the gradient reports it
             logger.debug("%s: compared without gradients: %s", self.subject.kernel.op_id, error_text(error))
             return Results(self.subject.executed(config)(*self.examples[0]))
@@ -407,13 +411,14 @@ class Numbers:
         """Return results and gradients of the reference for the example with this index."""
         return self.truth.of(self.examples[index], self.cotangents[index])
 
-    def results(self, config: object, arrays: Arrays) -> Results:
-        """Return the call's results and gradients for other arrays, from the program of a checked configuration."""
+    def results(self, config: object, arrays: Arrays) -> list[Results]:
+        """Return the call's results for other arrays, with gradients and without, from a checked program."""
         found: dict[str, Any] = self._programs[id(config)]({"jit": (arrays, []), _ALONE: (arrays, self.cotangents[0])})
-        chosen = found[_ALONE] if _ALONE in found else found["jit"]
-        if isinstance(chosen, Exception):
-            raise chosen
-        return Results(chosen.outs, chosen.gradients)
+        chosen = [found[name] for name in (_ALONE, "jit") if name in found]
+        for each in chosen:
+            if isinstance(each, Exception):
+                raise each
+        return [Results(each.outs, each.gradients) for each in chosen]
 
     @property
     def _why_no_batches(self) -> str:
