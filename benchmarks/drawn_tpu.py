@@ -7,12 +7,13 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import attention_tpu
+from benchmarks import attention_tpu, tpu_windows
 from benchmarks.apart import AnsweringProcess
 from ejkernel.ops.autotuner.compile.targets import Target
 
@@ -64,6 +65,7 @@ class Draws:
         table: Returns the results as Markdown.
         chips: The chips that `--chips` takes, if the rest of a call does not depend on the chip.
         seconds: The time limit of a call.
+        dumps: Whether libtpu writes its programs, for `tpu_windows.spilled_of`.
     """
 
     module: str
@@ -76,6 +78,7 @@ class Draws:
     table: Callable[[list[Case]], str]
     chips: tuple[str, ...] = ()
     seconds: float
+    dumps: bool = False
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
         """Compile, write the results after each call, and at the end a Markdown file beside them; or print it."""
@@ -93,7 +96,10 @@ class Draws:
             return
         results = json.loads(given.out.read_text())["results"] if given.out and given.out.exists() else []
         again = json.loads(given.again.read_text())["results"] if given.again else None
-        compiler = AnsweringProcess(self.module, "--compile", attention_tpu.ENVIRONMENT, self.seconds, "the compiler")
+        folder = tempfile.TemporaryDirectory()
+        dump = {"LIBTPU_INIT_ARGS": f"{tpu_windows.DUMP}{folder.name}"} if self.dumps else {}
+        environment = attention_tpu.ENVIRONMENT | dump
+        compiler = AnsweringProcess(self.module, "--compile", environment, self.seconds, "the compiler")
         try:
             for index in range(len(results), given.calls if again is None else len(again)):
                 case = self.drawn(given.seed, index) if again is None else again[index]
@@ -105,6 +111,7 @@ class Draws:
                     self._write(given.out, results, given.seed)
         finally:
             compiler.end()
+            folder.cleanup()
         if given.out:
             data = json.loads(given.out.read_text())
             about = f"{data['what']}; seed {data['seed']}. {json.dumps(data['versions'])}"

@@ -15,8 +15,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks import attention_tpu
@@ -70,14 +72,13 @@ def drawn(seed: int, index: int) -> dict[str, Any]:
 
 def estimated(case: dict[str, Any]) -> dict[str, Any]:
     """Return our estimates of each kernel, and whether all are in the table of compiled ones."""
-    from ejkernel.kernels._vector_memory import compiled as known
     from ejkernel.kernels.flash_attention._splash_weights import WEIGHTS
     from ejkernel.kernels.flash_attention.pallas_tpu.spilled import WEIGHTS as OWN
 
     found = parts_of(case)
     needs = [parts.need(WEIGHTS if case["implementation"] == "splash" else OWN) for parts in found]
     sizes = {name: [getattr(need, field) for need in needs] for name, field in _FIELDS.items()}
-    return sizes | {"in table": all(parts.form in known() for parts in found)}
+    return sizes | {"in table": all(parts.registers is not None for parts in found)}
 
 
 _FIELDS = {"estimated": "most", "least": "least"}
@@ -140,7 +141,11 @@ def compiled(case: dict[str, Any]) -> dict[str, Any]:
     operands = jax.tree.map(TARGETS[case["chip"]].placed, operands)
     params = params_of(implementation, call, case["params"])
     found = tpu_windows.of_attention(implementation, call, operands, params)
-    return {"used": [one.used for one in found], "kept": [one.kept for one in found]}
+    folder = Path(os.environ["LIBTPU_INIT_ARGS"].removeprefix(tpu_windows.DUMP))
+    spilled = [tpu_windows.spilled_of(one.name, folder) for one in found]
+    for file in folder.iterdir():
+        file.unlink()
+    return {"used": [one.used for one in found], "kept": [one.kept for one in found], "spilled": spilled}
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -175,6 +180,7 @@ DRAWS = Draws(
     title="Vector memory of attention, compiled",
     table=table,
     seconds=240.0,
+    dumps=True,
 )
 
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import attention_tpu, heuristics_tpu, memory_attention_tpu, memory_others_tpu
+from ejkernel.kernels._vector_memory import REGISTER, Parts
 
 Weights = dict[str, dict[str, float]]
 
@@ -43,7 +44,7 @@ _MOST = 8  # sizes of a kind with a weight
 _PRICE = 1e3
 _FEW = 40  # kernels of a kind; for fewer, the margin covers all that are left out
 _COVERED = 0.99  # the share of the kernels left out that a margin covers
-_WHAT = "bytes of intermediate values in kernels compiled by Google's compiler; nothing ran on a TPU"
+_WHAT = "registers of intermediate values in kernels compiled by Google's compiler; nothing ran on a TPU"
 _HEAD = '''# SPDX-License-Identifier: Apache-2.0
 """The weights of intermediate values in the estimate of vector memory, by kind of kernel.
 
@@ -221,15 +222,69 @@ def rows_of(name: str, found: Mapping[str, Fit]) -> Iterator[str]:
         yield f"| {label} | {len(own)} | {shares(own)} | {shares(others)} |"
 
 
-def bytes_of_forms() -> dict[str, int]:
-    """Return the bytes of intermediate values of each form in the listed calls."""
-    found: dict[str, int] = {}
-    for result in results_of("memory_attention_tpu_listed"):
-        for one in _of_result(memory_attention_tpu.parts_of(result), result):
-            found[one.parts.form] = max(
-                one.used - one.parts.known, found.get(one.parts.form, one.used - one.parts.known)
-            )
-    return dict(sorted(found.items()))
+def code_of_forms() -> dict[str, list[int]]:
+    """Return the registers of compiled code: all without loops and those during a loop, and those of each loop.
+
+    The compiler's program of a kernel names them. If it was not kept, its figure gives those of the loops or of the
+    other code, where another kernel has told one of them. The listed calls have all registers of the others.
+    """
+    found: dict[str, list[int]] = {}
+    sums: list[tuple[Parts, int]] = []
+    for parts, one, index in _of_attention():
+        if "spilled" in one:
+            straight, around, loop = one["spilled"][index]
+            # scratch arrays of code without loops may be registers, or not
+            straight = straight if parts.loop else max(straight, registers_of(parts, one, index))
+            _add(found, parts.form, straight, around)
+            _add(found, parts.loop, loop)
+        else:
+            sums.append((parts, registers_of(parts, one, index)))
+    known = -1
+    while known < len(found):
+        known = len(found)
+        _add_from_sums(found, sums)
+    for one in results_of("memory_attention_tpu_listed"):
+        for index, parts in enumerate(memory_attention_tpu.parts_of(one)):
+            if parts.loop and not (parts.form in found and parts.loop in found):
+                _add(found, parts.whole, registers_of(parts, one, index))
+    return {form: found[form] for form in sorted(found) if form}
+
+
+def registers_of(parts: Parts, one: Mapping[str, Any], index: int) -> int:
+    """Return the registers of a kernel that are in memory by its figure."""
+    kept = one.get("kept", [0] * (index + 1))[index]
+    registers: int = -(-(one["used"][index] + kept - parts.known) // REGISTER)
+    return max(registers, 0)
+
+
+def _add_from_sums(found: dict[str, list[int]], sums: Iterable[tuple[Parts, int]]) -> None:
+    """Add code of kernels whose other code is known."""
+    before = {form: list(numbers) for form, numbers in found.items()}
+    for parts, registers in sums:
+        if not parts.loop:
+            _add(found, parts.form, registers, 0)
+        elif parts.loop in before and parts.form not in before:
+            around = max(registers - before[parts.loop][0], 0)
+            _add(found, parts.form, registers if _has_branches(parts) else around, around)
+        elif parts.form in before and parts.loop not in before:
+            _add(found, parts.loop, max(registers - before[parts.form][1], 0))
+
+
+def _of_attention() -> Iterator[tuple[Parts, dict[str, Any], int]]:
+    """Yield the compiled kernels of attention: their memory by its causes, their result, and their place in it."""
+    for file in ("memory_attention_tpu_listed", "memory_attention_tpu_fitted"):
+        for one in results_of(file):
+            for index, parts in enumerate(memory_attention_tpu.parts_of(one)):
+                yield parts, one, index
+
+
+def _add(found: dict[str, list[int]], form: str, *numbers: int) -> None:
+    found[form] = [max(pair) for pair in zip(numbers, found.get(form, numbers), strict=True)]
+
+
+def _has_branches(parts: Parts) -> bool:
+    """Return whether code outside of loops may be in branches, which do not add up with loops."""
+    return any(word in ("ids", "streamed") for word in parts.form.split(", "))
 
 
 def written_weights(table: Weights) -> str:
@@ -251,7 +306,7 @@ def add_registers(files: Iterable[Path]) -> None:
 def write_tables(tables: dict[str, Any]) -> None:
     """Write the tables of compiled kernels, one form a line."""
     text = json.dumps({"what": _WHAT, "versions": tables["versions"]}, indent=1)[:-2]
-    for name in ("bytes", "registers", "tiles"):
+    for name in ("code", "registers", "tiles"):
         rows = (f"  {json.dumps(form)}: {json.dumps(row)}" for form, row in sorted(tables[name].items()))
         text += f',\n "{name}": {{\n' + ",\n".join(rows) + "\n }"
     _TABLE.write_text(f"{text}\n}}\n")
@@ -264,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.add:
         add_registers(given.add)
-    write_tables(json.loads(_TABLE.read_text()) | {"bytes": bytes_of_forms()})
+    write_tables(json.loads(_TABLE.read_text()) | {"code": code_of_forms()})
     heads = ("least", "within 1.1", "within 1.2", "median", "largest", "below 1")
     columns = ("kernels", "compiled", *heads, *(f"left out: {head}" for head in heads))
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]

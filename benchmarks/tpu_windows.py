@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Var, jaxprs_in_params
 
 from ejkernel import compat
 from ejkernel.ops.autotuner.compile.targets import Target
@@ -95,9 +96,18 @@ def _kept(name: str, types: list[str], mappings: Mapping[str, Any]) -> int:
     """Return the bytes of the windows of arrays in vector memory."""
     (grid,) = (grid for kernel, grid in mappings.items() if name.split(".")[0] == kernel)
     windows = types[grid.num_index_operands + grid.num_dynamic_grid_bounds :]
-    pairs = zip(grid.block_mappings, windows, strict=True)
-    buffers = 1 if set(grid.grid) == {1} else 2
-    return sum(buffers * _window(mapping, array) for mapping, array in pairs if "S(1)" in array)
+    pairs = [(one, array) for one, array in zip(grid.block_mappings, windows, strict=True) if "S(1)" in array]
+    return sum((2 if _moves(one, grid.grid) else 1) * _window(one, array) for one, array in pairs)
+
+
+def _moves(mapping: Any, grid: tuple[Any, ...]) -> bool:
+    """Return whether a window is of another block in another step; if it is not, the compiler has one buffer for it."""
+    jaxpr = mapping.index_map_jaxpr.jaxpr
+    variable = {var for var, size in zip(jaxpr.invars, grid, strict=False) if size != 1} | {*jaxpr.invars[len(grid) :]}
+    for equation in jaxpr.eqns:
+        if any(isinstance(var, Var) and var in variable for var in equation.invars):
+            variable |= set(equation.outvars)
+    return any(isinstance(var, Var) and var in variable for var in jaxpr.outvars)
 
 
 def _window(mapping: Any, array: str) -> int:
@@ -111,3 +121,42 @@ def _window(mapping: Any, array: str) -> int:
     )
     size: int = math.prod(rest) * rows * columns * block.dtype.itemsize
     return size
+
+
+DUMP = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=post-ra --xla_jf_dump_to="
+"""The arguments of libtpu with which it writes its programs after the choice of registers; a folder follows."""
+_REGION = re.compile(r"^ *\$region(\d+): .*?(?:parent=(\d+))?(?: // (\w+))?$")
+
+
+def spilled_of(name: str, folder: Path) -> tuple[int, int, int]:
+    """Return the registers that a kernel keeps in memory: without its loops, then during a loop its own and the loop's.
+
+    The code of a branch or a loop is a region. Its memory is free after it, so regions that follow each other share it.
+    """
+    (file,) = (file for file in folder.glob(f"*-{name}-*-post-ra.txt") if "bundle" not in file.name)
+    inside: dict[int, list[int]] = {}
+    spilled, loops = dict[int, int](), list[int]()
+    region = -1
+    for line in file.read_text().splitlines():
+        if found := _REGION.match(line):
+            region = int(found[1])
+            inside.setdefault(int(found[2] or -1), []).append(region)
+            loops += [region] if found[3] == "loop_body" else []
+        elif "tag = 'spilled vreg" in line:
+            spilled[region] = spilled.get(region, 0) + 1
+
+    def most(of: int) -> int:
+        return spilled.get(of, 0) + max(map(most, inside.get(of, ())), default=0)
+
+    def split(of: int, own: int) -> Iterator[tuple[int, int]]:
+        """Yield the registers of each path to a loop, or to the end of a branch."""
+        if of in loops[1:]:  # the first loop is that of the grid
+            yield own, most(of)
+            return
+        own += spilled.get(of, 0)
+        yield own, 0
+        for one in inside.get(of, ()):
+            yield from split(one, own)
+
+    paths = list(split(-1, 0))
+    return max(own for own, _ in paths), *max((path for path in paths if path[1]), key=sum, default=(0, 0))

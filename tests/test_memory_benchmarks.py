@@ -7,11 +7,13 @@ import functools
 import importlib
 import json
 
+import jax
 import pytest
-from benchmarks import memory_attention_tpu, memory_others_tpu, memory_tpu_fit
+from benchmarks import memory_attention_tpu, memory_others_tpu, memory_tpu_fit, tpu_windows
 from benchmarks.drawn_tpu import ratios
+from jax.experimental import pallas as pl
 
-from ejkernel.kernels._vector_memory import compiled, spilled_registers, spilled_registers_of_tiles
+from ejkernel.kernels._vector_memory import REGISTER, compiled, spilled_registers, spilled_registers_of_tiles
 
 DRAWN = {
     "memory_attention_tpu": memory_attention_tpu,
@@ -48,6 +50,17 @@ def test_a_ratio_is_of_the_figure_alone_or_with_the_missing_windows():
     assert ratios(result) == [1.2, 1.0]
     assert ratios(result, with_kept=True) == [1.0, 1.0]
     assert ratios({"estimated": [120], "error": "no memory"}) == []
+
+
+def test_only_windows_that_move_have_two_buffers():
+    fixed, moving = pl.BlockSpec((8, 128), lambda i: (0, 0)), pl.BlockSpec((8, 128), lambda i: (i + 1, 0))
+    like = jax.ShapeDtypeStruct((64, 128), "float32")
+    specs = {"in_specs": [fixed, moving], "out_specs": moving}
+    for grid, moves in ((4, [False, True, True]), (1, [False] * 3)):
+        run = pl.pallas_call(lambda *refs: None, grid=(grid,), out_shape=like, **specs)
+        (kernel,) = tpu_windows._kernels(jax.jit(run).trace(like, like).jaxpr.jaxpr)
+        mapping = kernel.params["grid_mapping"]
+        assert [tpu_windows._moves(one, mapping.grid) for one in mapping.block_mappings] == moves
 
 
 def committed_weights(name):
@@ -90,8 +103,41 @@ def test_the_weights_are_those_of_the_committed_figures(name):
     assert path.read_text() == memory_tpu_fit.written_weights(table)
 
 
-def test_the_table_of_forms_is_that_of_the_listed_calls():
-    assert memory_tpu_fit.bytes_of_forms() == compiled()
+def test_the_table_of_code_is_that_of_the_committed_figures():
+    assert memory_tpu_fit.code_of_forms() == compiled()
+
+
+def test_known_bytes_and_registers_of_loops_are_the_compilers_figures():
+    exact = kernels = 0
+    for parts, one, index in memory_tpu_fit._of_attention():
+        if parts.loop and "spilled" in one:
+            straight, around, loop = one["spilled"][index]
+            figure = one["used"][index] + one.get("kept", [0] * len(one["used"]))[index]
+            estimate = parts.known + REGISTER * max(straight, around + loop)
+            assert figure <= estimate <= 1.05 * figure, one
+            exact, kernels = exact + (estimate == figure), kernels + 1
+    assert exact >= 0.7 * kernels > 100
+
+
+PROGRAM = """
+$region0: #{attention_forward.1}
+  $region1: #{attention_forward.1} parent=0
+    $region4: #{attention_forward.1} parent=1 // loop_body
+      $region9: #{attention_forward.1} parent=4 // pred_region
+        #allocation7_spill [shape = 'u32[8,128]{1,0}', space=vmem, tag = 'spilled vreg/vmreg']
+        $region11: #{attention_forward.1} parent=9 // pred_region
+          #allocation8_spill [shape = 'u32[8,128]{1,0}', space=vmem, tag = 'spilled vreg/vmreg']
+          #allocation9_spill [shape = 'u32[8,128]{1,0}', space=vmem, tag = 'spilled vreg/vmreg']
+        $region12: #{attention_forward.1} parent=9 // pred_region
+          $region13: #{attention_forward.1} parent=12 // loop_body
+            #allocation10_spill [shape = 'u32[8,128]{1,0}', space=vmem, tag = 'spilled vreg/vmreg']
+"""
+
+
+def test_the_registers_of_a_program_are_those_of_the_regions_that_are_alive_together(tmp_path):
+    (tmp_path / "1-attention_forward.1-00-post-ra.txt").write_text(PROGRAM)
+    (tmp_path / "1-attention_forward.1-02-post-bundle-packing-post-ra.txt").touch()
+    assert tpu_windows.spilled_of("attention_forward.1", tmp_path) == (3, 1, 1)
 
 
 def test_the_table_of_tiles_has_all_listed_products():

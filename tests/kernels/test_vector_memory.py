@@ -11,7 +11,8 @@ import jax
 import pytest
 from benchmarks import heuristics_tpu
 
-from ejkernel.kernels._vector_memory import Need, limit_of, memory_of, untuned_of
+from ejkernel.kernels import _vector_memory
+from ejkernel.kernels._vector_memory import Need, Parts, limit_of, memory_of, untuned_of
 from ejkernel.kernels.flash_attention import _splash_weights
 from ejkernel.kernels.flash_attention.common import Operands, Rules, describe
 from ejkernel.kernels.flash_attention.pallas_tpu import spilled
@@ -44,6 +45,32 @@ def test_the_message_says_which_chip_and_how_to_name_it():
     assert need.doubt(64 * MIB, CALL).endswith("a kernel may take 67108864 on this chip.")
     assert "on every TPU. The chip is unknown; to name it, lower the program" in need.doubt(64 * MIB, UNKNOWN)
     assert need.fault(40 * MIB, CALL) is need.doubt(80 * MIB, UNKNOWN) is None
+
+
+@pytest.mark.parametrize(
+    ("form", "loop", "registers"),
+    [
+        ("straight", "", 10),
+        ("straight", "small loop", 10),
+        ("straight", "large loop", 24),
+        ("other", "large loop", None),
+        ("other", "small loop", 7),
+        ("straight", "other", None),
+        ("", "", None),
+    ],
+)
+def test_registers_of_code_that_runs_one_after_the_other_are_shared(monkeypatch, form, loop, registers):
+    code = {"straight": [10, 4], "small loop": [5], "large loop": [20], "other with small loop": [7]}
+    monkeypatch.setattr(_vector_memory, "compiled", lambda: code)
+    assert Parts(0, 0, "kind", {}, form, loop).registers == registers
+
+
+def test_a_kernel_that_differs_little_from_compiled_ones_takes_a_little_more_than_the_largest(monkeypatch):
+    code = {"kernel; ids": [100, 0], "kernel; steps 2/2": [110, 0], "other": [500, 0]}
+    monkeypatch.setattr(_vector_memory, "compiled", lambda: code)
+    monkeypatch.setattr(_vector_memory, "_alike", _vector_memory._alike.__wrapped__)
+    most = {form: Parts(0, 0, "kind", {}, form).need({"kind": {}}).most for form in ("kernel; ids", "kernel", "none")}
+    assert most == {"kernel; ids": int(100 * 4096 * 1.04), "kernel": int(110 * 4096 * 1.08), "none": 0}
 
 
 def test_no_untuned_attention_of_a_v4_takes_more_than_the_estimate():

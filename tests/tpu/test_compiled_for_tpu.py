@@ -22,7 +22,7 @@ from benchmarks import tpu_windows
 from ejkernel import compat
 from ejkernel.kernels._row_norms import pallas as row_norms
 from ejkernel.kernels._row_norms.pallas import Pallas
-from ejkernel.kernels._vector_memory import compiled, larger, limit_of
+from ejkernel.kernels._vector_memory import larger, limit_of
 from ejkernel.kernels.flash_attention import _splash_memory, splash
 from ejkernel.kernels.flash_attention.common import Operands, Rules, describe
 from ejkernel.kernels.flash_attention.pallas_tpu import choices, launch
@@ -79,6 +79,10 @@ def sampled(implementation, call, seed, most=SAMPLE):
     """Return the heuristic's parameters and some of the space that surely fit."""
     space = [params for params in implementation.space(call) if implementation.doubt(call, params) is None]
     return [implementation.heuristic(call), *random.Random(seed).sample(space, min(most, len(space)))]
+
+
+def all_listed(found):
+    return all(parts.registers is not None for parts in found)
 
 
 def vector_memory_of(call, params):
@@ -155,8 +159,8 @@ def test_splash_compiles_within_the_estimate(sharding, case, backward):
         # in float32, with ids or with a cap the compiler's intermediates vary more
         need = vector_memory_of(call, params)
         check_estimate(need, max(used), params, most=1.5 if case == "causal" else 2.5)
-        forms = {_splash_memory.parts_of(call, *one).form for one in splash.blocks_of(params).items()}
-        assert need.most <= 1.03 * max(used) or not forms <= compiled().keys(), params
+        found = [_splash_memory.parts_of(call, *one) for one in splash.blocks_of(params).items()]
+        assert need.most <= 1.1 * max(used) or not all_listed(found), params
 
 
 OWN = ATTENTION | {
@@ -184,9 +188,9 @@ def test_our_attention_compiles_within_the_estimate(sharding, case, backward, mo
         assert larger(*limits) == choices.needed(dataclasses.replace(call, device_fingerprint=""), params)
         for size, need in zip(sorted(used), sorted(limits), strict=True):
             check_estimate(need, size, params, most=2)
-        need, forms = choices.needed(call, params), {parts.form for parts in choices.parts_of(call, params)}
+        need = choices.needed(call, params)
         check_estimate(need, max(used), params, most=2)
-        assert need.most <= 1.03 * max(used) or not forms <= compiled().keys(), params
+        assert need.most <= 1.1 * max(used) or not all_listed(choices.parts_of(call, params)), params
 
 
 @pytest.mark.parametrize("length", [1024, 4096])
@@ -201,7 +205,7 @@ def test_xla_keeps_only_short_arrays_in_vector_memory(sharding, implementation, 
     need = choices.needed if isinstance(params, ForwardParams) else vector_memory_of
     assert (found.kept > 0) is (length == 1024)
     assert found.used <= need(call, params).most - found.kept
-    assert length == 1024 or need(call, params).most <= 1.03 * found.used
+    assert length == 1024 or need(call, params).most <= 1.05 * found.used
 
 
 PRODUCTS = {

@@ -26,6 +26,7 @@ _LONG = 6 << 20  # bytes; operands that take this much or more are in HBM
 WIDE_UNITS = ("tpu:tpu_v6_lite", "tpu:tpu7x")  # chips with a matrix unit 256 wide
 # The compiler's default limits for other chips.
 _LIMITS = {"tpu:tpu_v6_lite": 32 << 20, "tpu:tpu7x": 32 << 20}
+_LIKE = {"tpu:tpu_v5": "tpu:tpu_v5_lite"}
 # Vector memory of chips, in bytes.
 _MEMORY = {
     "tpu:tpu_v5_lite": 128 << 20,
@@ -33,7 +34,8 @@ _MEMORY = {
     "tpu:tpu_v5": 64 << 20,
     "tpu:tpu7x": 64 << 20,
 }
-_SCHEDULES = 1.02  # kernels of one form may take this much more if XLA keeps some of their arrays
+_ALIKE = 1.08  # kernels of a form that differs in facts of small effect may take this much more
+_SCHEDULES = 1.04  # kernels of one form may take this much more, e.g. on a v5p instead of a v5e
 _UNTUNED = 27  # 32nds of the memory that untuned calls may take
 _LEAST = 16 << 20  # limit and memory of a v4
 _UNKNOWN = (
@@ -71,7 +73,9 @@ class Parts(NamedTuple):
         known: Bytes without intermediate values.
         kind: The kind of kernel, a key of the weights.
         sizes: Numbers of intermediate 32-bit values; the compiler keeps some of them in vector memory.
-        form: The facts that decide its intermediate values, a key of the compiled kernels; empty without a chip.
+        form: The facts that decide the intermediate values outside of loops, a key of the compiled code; empty without
+            a chip.
+        loop: The same for its loops; empty without loops.
     """
 
     least: int
@@ -79,6 +83,23 @@ class Parts(NamedTuple):
     kind: str
     sizes: Mapping[str, int]
     form: str = ""
+    loop: str = ""
+
+    @property
+    def registers(self) -> int | None:
+        """The registers that the compiler keeps in memory by the table; `None` if it lacks code of the kernel.
+
+        Loops and branches that follow each other use the same memory.
+        """
+        whole, outside, loop = (compiled().get(name) for name in (self.whole, self.form, self.loop))
+        if whole or not (outside and (loop or not self.loop)):
+            return whole[0] if whole else None
+        return max(outside[0], outside[1] + loop[0]) if loop else outside[0]
+
+    @property
+    def whole(self) -> str:
+        """The name of a kernel in the table whose loops were compiled with this code alone."""
+        return f"{self.form} with {self.loop}"
 
     def times(self, share: float) -> Parts:
         """Return the parts of a kernel that keeps `share` times as many intermediate values."""
@@ -86,20 +107,34 @@ class Parts(NamedTuple):
 
     def need(self, weights: Mapping[str, Mapping[str, float]]) -> Need:
         """Return the lower bound, and the upper estimate from the table or a weighted sum of the sizes."""
-        if self.form in compiled():
-            most = int((self.known + compiled()[self.form]) * _SCHEDULES)
+        alike = _alike().get(self.form.partition(";")[0])
+        if self.registers is not None:
+            most = int((self.known + REGISTER * self.registers) * _SCHEDULES)
+        elif alike is not None:
+            most = int((self.known + REGISTER * alike) * _ALIKE)
         else:
             most = self.known + int(4 * sum(self.sizes[name] * weight for name, weight in weights[self.kind].items()))
         return Need(self.least, max(self.least, most))
 
 
-def compiled() -> dict[str, int]:
-    """Return the table of compiled kernels: the bytes of intermediate values in kernels of common calls, by form.
+def compiled() -> dict[str, list[int]]:
+    """Return the table of compiled code of attention: the registers that the compiler keeps in memory, by form.
 
-    They are negative if the compiler keeps some known bytes in registers. Written by `python -m
-    benchmarks.memory_tpu_fit`.
+    Loops and whole kernels have one number. Other code has two: all without the loops, and the registers that stay in
+    memory during a loop. Written by `python -m benchmarks.memory_tpu_fit`.
     """
-    found: dict[str, int] = _tables()["bytes"]
+    found: dict[str, list[int]] = _tables()["code"]
+    return found
+
+
+@functools.cache
+def _alike() -> dict[str, int]:
+    """Return the most registers of kernels that differ only in facts behind a semicolon."""
+    found: dict[str, int] = {}
+    for form, (registers, *_) in compiled().items():
+        start, _, details = form.partition(";")
+        if details:
+            found[start] = max(registers, found.get(start, 0))
     return found
 
 
@@ -127,7 +162,12 @@ def _tables() -> dict[str, Any]:
 
 def form_of(call: OperationCall, *words: str) -> str:
     """Return the name of a kernel in the table of compiled figures; empty if the chip is not known."""
-    return ", ".join(filter(None, (call.device_fingerprint, *words))) if call.device_fingerprint else ""
+    return ", ".join(filter(None, (like(call.device_fingerprint), *words))) if call.device_fingerprint else ""
+
+
+def like(chip: str) -> str:
+    """Return a chip for which the compiler keeps the same values in memory."""
+    return _LIKE.get(chip, chip)
 
 
 def with_chips(call: OperationCall, sizes: Mapping[str, int]) -> dict[str, int]:

@@ -68,7 +68,7 @@ def test_a_forward_kernel_takes_no_more_than_the_estimate(chip, dims, causal, bl
 def test_the_estimate_of_a_common_kernel_is_the_compilers_figure(chip, dims, causal, blocks, taken):
     call = call_of(chip, dims, causal=causal, length=8192)
     params = SplashParams(**dict(zip(("block_q", "block_kv", "block_kv_compute"), blocks, strict=True)))
-    assert taken <= vector_memory(call, blocks_of(params)).most <= 1.03 * taken
+    assert taken <= vector_memory(call, blocks_of(params)).most <= 1.05 * taken
     assert Splash().doubt(call, params) is None
 
 

@@ -18,12 +18,12 @@ from ejkernel.kernels._vector_memory import LANES, WIDE_UNITS, Need, Parts, form
 from ._splash_weights import WEIGHTS
 from .common import AttentionCall
 
-_INTERNAL = 72 << 10  # bytes of the compiler's internal scratch array
 # Chips with few kernels in the fit, or none, keep this many times as many values of the separate backward kernels.
 _MORE = {
     "tpu:tpu_v4": {"query": 2.3, "query, float32": 2.3, "keys": 1.1, "keys, float32": 1.1},
     "tpu:tpu7x": {"query, float32": 1.35, "keys, float32": 1.35},
 }
+_SUBLANES = 8
 Blocks = tuple[int, int, int]
 """Queries, keys, and keys per step."""
 
@@ -50,36 +50,38 @@ def parts_of(call: AttentionCall, name: str, blocks: Blocks) -> Parts:
     """Return the memory of one kernel by its causes."""
     block = clipped_blocks(call.query[1], call.key[1], blocks)
     size, head, value = jnp.dtype(call.dtype).itemsize, up(call.query[3]), up(call.value[3])
-    least = 2 * size * (block.queries + block.keys) * (head + value)
-    least += _ids_memory(call, name, blocks)
+    least = 2 * size * (block.queries + block.keys) * (head + value) + _lines_memory(call, name, block)
     if name == "forward":
         sums = 4 * block.queries * (2 * LANES + value)
-        least += 4 * block.queries * 2 * LANES + sums
     elif name == "query":
         sums = 4 * block.queries * head
-        # the compiler may keep the sums of a single block in registers
-        least += 2 * size * block.queries * head + (0 if block.keys >= call.key[1] else sums)
+        least += 2 * size * block.queries * head
     else:
         sums = 4 * block.keys * (head + value)
-        least += 2 * size * block.keys * (head + value) + sums
-        least += 2 * size * block.queries * head if name == "fused" else 0
+        sums += 4 * block.queries * head if name == "fused" and block.keys > block.compute else 0
+        least += 2 * size * (block.keys * (head + value) + (block.queries * head if name == "fused" else 0))
     # The sums are results of the kernel, of its own for each example. Those of a single one have one buffer, not two.
-    known = least + _INTERNAL - (sums if call.query[0] * call.examples == 1 else 0)
+    known = least + sums * (1 if call.query[0] * call.examples == 1 else 2)
+    # the compiler may keep the sums of a single block in registers
+    least += 0 if name == "query" and block.keys >= call.key[1] else sums
     kind = name if call.dtype == "bfloat16" else f"{name}, float32"
     parts = Parts(least, known, kind, _sizes(call, block), _form(call, name, block))
     return parts.times(_MORE.get(call.device_fingerprint or "", {}).get(kind, 1.0))
 
 
 def _form(call: AttentionCall, name: str, block: compat.splash.SplashBlocks) -> str:
-    """Return the name of a kernel in the table of compiled figures."""
+    """Return the name of a kernel in the table of compiled code; the facts behind the semicolon change it little."""
     rules, steps = call.rules, (-(-call.query[1] // block.queries), -(-call.key[1] // block.keys))
-    words = [f"splash {name}", f"{call.query[3]}/{call.value[3]}", str(call.dtype)]
-    words += [f"blocks {'/'.join(map(str, block))}", f"sees {rules.left}/{rules.right}"]
-    words += ["" if call.query[1] == call.key[1] else "offset", "" if rules.soft_cap is None else "capped"]
-    words += ["grouped" if call.query[2] > call.key[2] and name in ("keys", "fused") else ""]
-    is_padded = call.query[1] % block.queries or call.key[1] % block.keys
-    words += ["ids" if _has_ids(call, block) else "", "padded" if is_padded else ""]
-    return form_of(call, *words, f"steps {min(steps[0], 2)}/{min(steps[1], 2)}")
+    words = [f"splash {name}", f"{-(-call.query[3] // LANES)}/{-(-call.value[3] // LANES)}"]
+    words += ["float32" if call.dtype == "float32" else "", f"blocks {'/'.join(map(str, block))}"]
+    words += ["" if rules.soft_cap is None else "capped", "" if rules.left is None else "left edge"]
+    has_ids, is_masked = _has_ids(call, block), _has_mask(call)
+    words += ["masked" if is_masked and name == "query" else "", "one block" if steps == (1, 1) else ""]
+    words += ["ids and mask" if has_ids and is_masked and name != "forward" else ""]
+    details = ["" if rules.right is None else "right edge", "ids" if has_ids else ""]
+    details.append(f"steps {min(steps[0], 2)}/{min(steps[1], 2)}")
+    found = form_of(call, *words)
+    return f"{found}; {', '.join(filter(None, details))}" if found else ""
 
 
 def _sizes(call: AttentionCall, block: compat.splash.SplashBlocks) -> dict[str, int]:
@@ -127,10 +129,12 @@ def _has_mask(call: AttentionCall) -> bool:
     return call.rules.left is not None or call.rules.right is not None
 
 
-def _ids_memory(call: AttentionCall, name: str, blocks: Blocks) -> int:
-    """Return the bytes of the windows of ids, and of positions if a mask is computed from them; a row has 128 lanes."""
-    block = clipped_blocks(call.query[1], call.key[1], blocks)
-    rows = block.keys if name in ("keys", "fused") else block.queries
-    has_ids = _has_ids(call, block)
-    is_masked = name in ("forward", "query") and _has_mask(call)
-    return (2 * 4 * LANES * (has_ids + is_masked) + 64 * has_ids) * rows
+def _lines_memory(call: AttentionCall, name: str, block: compat.splash.SplashBlocks) -> int:
+    """Return the bytes of the windows with a value for each query or key: its row has 128 lanes, its column 8 rows."""
+    has_ids, is_masked = _has_ids(call, block), _has_mask(call)
+    if name in ("keys", "fused"):
+        rows, columns, lines = block.keys * has_ids, block.queries * (2 + has_ids + is_masked), 0
+    else:
+        rows, columns = block.queries * (has_ids + is_masked + (name == "forward")), block.keys * has_ids
+        lines = 2 * block.queries * (name == "query")
+    return 2 * 4 * (LANES * rows + _SUBLANES * columns + lines)

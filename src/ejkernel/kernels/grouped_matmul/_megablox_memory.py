@@ -15,10 +15,9 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from ejkernel.kernels._vector_memory import REGISTER, Need, spilled_registers_of_tiles
+from ejkernel.kernels._vector_memory import REGISTER, Need, like, spilled_registers_of_tiles
 
 COLUMNS = (128, 256, 512, 1024)  # of a result in a row of the table
-_LIKE = {"tpu:tpu_v5": "tpu:tpu_v5_lite"}
 _CHIPS = ("tpu:tpu_v5_lite", "tpu:tpu_v6_lite", "tpu:tpu_v4", "tpu:tpu7x")
 _FILE = 64  # registers of a chip
 _ALIKE = 1.02  # kernels of one form may take this much more
@@ -56,7 +55,7 @@ def need(tile: Tile, known: int, chip: str, dtypes: tuple[str, str], *, whole: b
     """
     operands, out = dtypes
     found = {one: registers for one in _CHIPS if (registers := _registers(one, operands, tile.kind))}
-    own = found.get(_LIKE.get(chip, chip))
+    own = found.get(like(chip))
     if own is None:
         most = _FILE + max(_most(tile, registers) for registers in found.values())
         return Need(known, int((known + REGISTER * most) * _OTHERS))
@@ -66,7 +65,7 @@ def need(tile: Tile, known: int, chip: str, dtypes: tuple[str, str], *, whole: b
 
 def row_of(tile: Tile, chip: str, dtype: str) -> tuple[str, str]:
     """Return the keys of a row in the table; it has the registers for each of `COLUMNS`."""
-    return f"{_LIKE.get(chip, chip)}, {dtype}, {tile.kind}", f"{tile.rows}/{tile.inner}/{tile.rest}"
+    return f"{like(chip)}, {dtype}, {tile.kind}", f"{tile.rows}/{tile.inner}/{tile.rest}"
 
 
 @functools.cache

@@ -34,7 +34,8 @@ def parts_of(call: AttentionCall, params: ForwardParams | BackwardParams) -> lis
     """Return the vector memory of each kernel of one direction by its causes."""
     lengths = Lengths(call.query[1], call.key[1])
     repeats, size = call.query[2] // call.key[2], jnp.dtype(call.dtype).itemsize
-    dims = memory.Dims(call.query[3], call.value[3], repeats, size, call.device_fingerprint or "")
+    heads = call.query[0] * call.examples * call.key[2]
+    dims = memory.Dims(call.query[3], call.value[3], repeats, size, call.device_fingerprint or "", heads)
     own: dict[str, Any]
     if isinstance(params, ForwardParams):
         walked = forward_plan(lengths, call.rules, params)

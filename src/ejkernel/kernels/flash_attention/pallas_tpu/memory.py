@@ -17,24 +17,32 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ejkernel.kernels._vector_memory import LANES, Need, Parts, up
+from ejkernel.kernels._vector_memory import LANES, Need, Parts, like, up
 from ejkernel.kernels.flash_attention.common import Rules
 
 from .spilled import WEIGHTS
 from .walk import Plan, Scores, Sight, scores_at_once
 
 _LINE = 2 * 4  # bytes of a 32-bit value of a line, in two buffers
-_INTERNAL = 72 << 10  # bytes of an internal scratch array on v6e; 36 KiB on v5e and v5p
 
 
 class Dims(NamedTuple):
-    """A call's heads: dimensions, query heads of one key head, and bytes of an element; and the chip, if known."""
+    """A call's heads: dimensions, query heads of one key head, bytes of an element, the chip, if known, and key heads.
+
+    Those are of all examples. Windows of a single head do not move, and have one buffer.
+    """
 
     head: int
     value: int
     repeats: int
     size: int
     chip: str = ""
+    heads: int = 2
+
+    def buffers(self, sight: Sight, plan: Plan, *, of_queries: bool) -> int:
+        """Return the buffers of a window along the axis that the loop walks over."""
+        moves = self.heads * self.repeats > 1 if of_queries else self.heads > 1 or not sight.everything
+        return 2 if moves or plan.parts > 1 else 1
 
 
 def of_forward(
@@ -42,7 +50,8 @@ def of_forward(
 ) -> Parts:
     """Return the memory of the forward kernel."""
     (head, value), plan = (up(dims.head), up(dims.value)), walked[1]
-    windows = 2 * dims.size * (plan.block + plan.part) * (head + value) + _LINE * plan.block
+    buffers = dims.buffers(*walked, of_queries=False)
+    windows = dims.size * (2 * plan.block + buffers * plan.part) * (head + value) + _LINE * plan.block
     sums = up(dims.value + 1) if sum_by_product else value
     scratch = dims.size * plan.block * head + 4 * plan.block * (LANES + sums + (0 if sum_by_product else LANES))
     name = "forward by product" if sum_by_product and dims.size == 2 else "forward"
@@ -52,7 +61,8 @@ def of_forward(
 def of_queries(dims: Dims, walked: tuple[Sight, Plan], rules: Rules, *, segmented: bool) -> Parts:
     """Return the memory of the kernel for the query's gradient."""
     (head, value), plan = (up(dims.head), up(dims.value)), walked[1]
-    windows = 2 * dims.size * (plan.block * (2 * head + value) + plan.part * (head + value)) + 2 * _LINE * plan.block
+    windows = dims.size * dims.buffers(*walked, of_queries=False) * plan.part * (head + value)
+    windows += 2 * dims.size * plan.block * (2 * head + value) + 2 * _LINE * plan.block
     scratch = dims.size * plan.block * head + 4 * plan.block * (2 * LANES + head)
     return _parts("queries", (windows, scratch), dims, walked, rules, segmented)
 
@@ -62,14 +72,17 @@ def of_keys(
 ) -> Parts:
     """Return the memory of the kernel for the gradients of key and value."""
     (head, value), plan = (up(dims.head), up(dims.value)), walked[1]
-    windows = 2 * dims.size * (2 * plan.block * (head + value) + plan.part * (head * (2 if fused else 1) + value))
+    buffers = dims.buffers(*walked, of_queries=True)
+    windows = 4 * dims.size * plan.block * (head + value)
+    windows += buffers * plan.part * (dims.size * (head * (2 if fused else 1) + value) + _LINE)
     kept = plan.block * plan.blocks if fused and dims.repeats > 1 else plan.block
     scratch = dims.size * plan.block * head + 4 * kept * (head + value)
     if fused:
         scratch += 4 * plan.part * (up(dims.head, 8) if transpose else head)
-    windows += 2 * _LINE * plan.part
     found = _parts("fused" if fused else "keys", (windows, scratch), dims, walked, rules, segmented)
-    return found._replace(form=f"{found.form}, transposed") if transpose and fused and found.form else found
+    if not (transpose and fused and found.form):
+        return found
+    return found._replace(form=f"{found.form}, transposed", loop=found.loop and f"{found.loop}, transposed")
 
 
 def need_of(parts: Parts) -> Need:
@@ -92,22 +105,38 @@ def _parts(
     sizes |= {"scratch": scratch // 4, "scratch of one head": scratch // 4 if dims.repeats == 1 else 0}
     is_straight = plan.blocks == 1 or (sight.everything and plan.columns <= plan.unroll * plan.chunk)
     kind = _kind(name, dims, sight, scores, segmented)
-    known = windows + _INTERNAL + (scratch if scores.tile else 0)
-    least, form = windows if is_straight else windows + scratch, _form(name, dims, walked, rules, segmented)
-    return Parts(least, known, kind, sizes, form if dims.chip else "")
+    known = windows + (scratch if scores.tile else 0)
+    least = windows if is_straight else windows + scratch
+    forms = _forms(name, dims, walked, rules, scores, segmented) if dims.chip else ("", "")
+    return Parts(least, known, kind, sizes, *forms)
 
 
-def _form(name: str, dims: Dims, walked: tuple[Sight, Plan], rules: Rules, segmented: bool) -> str:
-    """Return the facts that decide the intermediate values of a kernel; a loop walks over lengths, so they do not."""
+def _forms(
+    name: str, dims: Dims, walked: tuple[Sight, Plan], rules: Rules, scores: Scores, segmented: bool
+) -> tuple[str, str]:
+    """Return the facts that decide the intermediate values outside of the loops, and in the loops.
+
+    A loop computes tiles without a mask, unless a window has two edges or no strips. So the mask is a fact of the
+    strips, and the size of a chunk one of the loops.
+    """
     sight, plan = walked
-    chunks = plan.part // plan.chunk
-    words = [dims.chip, name, f"{dims.head}/{dims.value}", "float32" if dims.size == 4 else "", f"block {plan.block}"]
-    words += [f"chunk {plan.chunk}", f"unroll {min(plan.unroll, chunks)}", f"rows {plan.rows}", f"strip {plan.strip}"]
-    words += [f"sees {sight.before}/{sight.after}", "" if sight.offset == 0 else "offset"]
-    words += ["grouped" if dims.repeats > 1 and name == "fused" else "", "capped" if rules.soft_cap is not None else ""]
-    words += ["ids" if segmented else "", "one block" if plan.blocks == 1 else ""]
-    words += ["streamed" if plan.parts > 1 else "", "no loop" if chunks <= plan.unroll else ""]
-    return ", ".join(filter(None, words))
+    edges = (sight.before is not None) + (sight.after is not None)
+    chunks, value = plan.columns // plan.chunk, dims.value + (name == "forward by product")  # a column of ones
+    unroll = 1 if segmented else plan.unroll if edges else min(plan.unroll, chunks)
+    has_loop = scores.tile > 0 and (edges > 0 or plan.parts > 1 or chunks > unroll)
+    is_partial = any(dim % LANES and (dim > LANES or dims.size == 4 or not has_loop) for dim in (dims.head, dims.value))
+    words = [like(dims.chip) if has_loop else dims.chip, name, f"{-(-dims.head // LANES)}/{-(-value // LANES)}"]
+    words += ["partial" if is_partial else "", f"block {plan.block}", "float32" if dims.size == 4 else ""]
+    words += ["capped" if rules.soft_cap is not None else "", "ids" if segmented else ""]
+    tile = f"tile {plan.rows}/{plan.chunk}, unroll {unroll}"
+    loop = [*words, "loop", tile, f"edges {edges}" if edges == 2 or (edges and not scores.edges) else ""]
+    if scores.edges:
+        words += [f"strip {plan.strip}", f"sees {sight.before}/{sight.after}", f"offset {sight.offset % plan.chunk}"]
+        words += [f"tile {plan.rows * plan.chunk}" if edges == 2 else "", "streamed" if plan.parts > 1 else ""]
+    words += [] if has_loop else ["no loop", tile if scores.tile else ""]
+    if plan.blocks == 1:
+        words += ["one block", "grouped" if dims.repeats > 1 and name == "fused" else ""]
+    return ", ".join(filter(None, words)), ", ".join(filter(None, loop)) if has_loop else ""
 
 
 def _kind(name: str, dims: Dims, sight: Sight, scores: Scores, segmented: bool) -> str:
