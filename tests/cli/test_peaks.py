@@ -9,11 +9,12 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.cli.searches import Reported, call, found
 
-from ejkernel.cli import peaks, roofline
+from ejkernel.cli import peaks, report, roofline
 from ejkernel.cli.peaks import Peak, peak_of
 from ejkernel.cli.report_data import CallReport, Throughput
-from ejkernel.ops import Kernel
+from ejkernel.ops import Cost, Kernel
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.utils.fingerprint import device_fingerprint, fingerprint_of
 
@@ -110,3 +111,21 @@ def test_a_call_without_floating_point_operations_has_no_dot():
 @pytest.mark.parametrize(("value", "text"), [(0.04074, "0.0407"), (3.35, "3.35"), (989, "989"), (3350, "3,350")])
 def test_a_rate_has_three_digits(value, text):
     assert peaks.rate(value) == text
+
+
+class Wrong(Reported):
+    """Its cost is no `Cost`, or raises."""
+
+    wrong = None
+
+    def cost(self, inv):
+        return self.wrong or {}["missing"]
+
+
+@pytest.mark.parametrize("wrong", [None, 1e6, (1e6, 2e6), Cost(flops=math.nan, bytes=0)])
+def test_a_wrong_cost_is_an_unknown_one(caplog, monkeypatch, wrong):
+    data = found(call(kernel=Wrong("wrong_cost")))
+    monkeypatch.setattr(Wrong, "wrong", wrong)
+    assert peaks.cost_of(data.inv) is None
+    assert "TFLOP/s" not in report.candidates(data)  # printed after the search, which must not be lost
+    assert "the work of wrong_cost@v0 is unknown: cost r" in caplog.text

@@ -104,11 +104,20 @@ def test_calls_that_take_the_most_time_of_a_run_come_first(monkeypatch):
     assert shares.most_first(SETS, times) == [SETS[1], SETS[0], SETS[2]]
 
 
-@pytest.mark.parametrize("costs", [{8: None, 16: None, 24: None}, {8: 1e6, 16: 2e6, 24: 3e6}, {}])
+@pytest.mark.parametrize(
+    "costs",
+    [
+        dict.fromkeys((8, 16, 24)),
+        {8: Cost(flops=1e6, bytes=0), 16: Cost(flops=2e6, bytes=0), 24: Cost(flops=3e6, bytes=0)},
+        {},
+        {8: 3e6, 16: (2e6, 0), 24: "1e6"},
+        {8: Cost(flops=1e6, bytes=None), 16: Cost(flops=float("nan"), bytes=0), 24: Cost(flops=1e6, bytes=-1)},
+    ],
+    ids=["none", "declared", "raises", "of a wrong type", "of wrong values"],
+)
 def test_a_call_takes_as_long_as_its_cost_or_its_inputs_say(monkeypatch, costs):
     def cost(inv):
-        flops = costs[inv.args[0].shape[0]]  # raises KeyError without costs
-        return None if flops is None else Cost(flops=flops, bytes=0)
+        return costs[inv.args[0].shape[0]]  # raises KeyError without costs
 
     monkeypatch.setattr(kernel_of(CALLS[0]), "cost", cost)
     assert shares.most_first(SETS, {}) == SETS[::-1]

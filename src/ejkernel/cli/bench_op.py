@@ -18,7 +18,7 @@ from ejkernel.cli.bench import BenchOptions, build_as_data, print_table, race, s
 from ejkernel.cli.builds import Build, Loaded, build, of_mapping, prints_left_out
 from ejkernel.cli.explain import PER_TOKEN, usual_chain
 from ejkernel.cli.outcome import integers_in_words
-from ejkernel.cli.peaks import Peak, main_dtype, peak_of
+from ejkernel.cli.peaks import Peak, cost_of, main_dtype, peak_of
 from ejkernel.cli.programs import import_named, import_operations
 from ejkernel.cli.rounds import Comparison, verdict
 from ejkernel.cli.shapes import call_of_types
@@ -67,7 +67,7 @@ class _Result:
     @property
     def cost(self) -> Cost | None:
         """The work of all calls of the chosen build; `None` if a kernel does not define it."""
-        costs = [kernel_of(inv).cost(inv) for inv in self.builds[-1].calls]
+        costs = [cost_of(inv) for inv in self.builds[-1].calls]
         known = [cost for cost in costs if cost is not None]
         if not known or len(known) < len(costs):
             return None

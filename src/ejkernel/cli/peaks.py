@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -15,9 +16,13 @@ import numpy as np
 from ejkernel.ops.autotuner.compile.targets import Target, target_names
 from ejkernel.ops.autotuner.measure.measurement import benchmark
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import kernel_of
 from ejkernel.ops.core.types import Cost
+from ejkernel.ops.utils.error_text import error_text, printable, value_text
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.values.signature import is_array
+
+logger = logging.getLogger(__name__)
 
 _TRIES: Final = 30  # times of a peak; the least counts
 
@@ -54,6 +59,19 @@ class Peak:
     def seconds(self, cost: Cost) -> float:
         """Return the least seconds for a call with this work, by the roofline model."""
         return max(cost.flops / (self.tflops * 1e12), cost.bytes / (self.gbytes * 1e9))
+
+
+def cost_of(inv: Invocation[Any, Any]) -> Cost | None:
+    """Return the work of a call; `None` if its kernel does not define it, or defines it wrongly."""
+    try:
+        cost = kernel_of(inv).cost(inv)
+        if cost is None or (cost.flops >= 0 and cost.bytes >= 0):
+            return cost
+        why = f"returned {value_text(cost)}"
+    except Exception as error:  # noqa: BLE001 - an error in the user's method
+        why = f"raised {error_text(error)}"
+    logger.warning("the work of %s is unknown: cost %s", printable(inv.op_id_v), why)
+    return None
 
 
 def rate(value: float) -> str:

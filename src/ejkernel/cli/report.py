@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import click
 
+from ejkernel.cli.peaks import cost_of
 from ejkernel.ops.autotuner.trials.challenge import CPU
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, before_and_after
@@ -139,7 +140,7 @@ def candidates(tuned: AutotuneData) -> str:
 
 def _achieved(tuned: AutotuneData) -> tuple[str, ...]:
     """Return a line with the winner's TFLOP/s and GB/s; empty if its kernel defines no cost."""
-    cost = tuned.inv.node.spec.kernel.cost(tuned.inv)
+    cost = cost_of(tuned.inv)
     if cost is None or not tuned.tuned:
         return ()
     return (f"{cost.flops / tuned.tuned * 1e-12:.3g} TFLOP/s, {cost.bytes / tuned.tuned * 1e-9:.3g} GB/s",)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from ejkernel.cli.peaks import Peak, main_dtype, peak_of
+from ejkernel.cli.peaks import Peak, cost_of, main_dtype, peak_of
 from ejkernel.cli.rounds import FEWEST, interval
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.store.measurements import CallHistory, MeasurementStore, StoredSearch
@@ -23,7 +23,7 @@ from ejkernel.ops.config.step_notes import StepNote
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.types import ConfigKey, Cost
 from ejkernel.ops.errors import DescriptionError
-from ejkernel.ops.utils.error_text import error_text, printable, printable_lines
+from ejkernel.ops.utils.error_text import printable, printable_lines
 from ejkernel.ops.utils.formatting import arguments, compact, counted
 
 logger = logging.getLogger(__name__)
@@ -298,8 +298,4 @@ def _cost(search: StoredSearch) -> tuple[Cost | None, str]:
     except DescriptionError as error:  # e.g. the kernel's module is not imported
         logger.info("no throughput of %s: %s", printable(search.key), error)
         return None, ""
-    try:
-        return inv.node.spec.kernel.cost(inv), main_dtype(inv)
-    except Exception as error:  # noqa: BLE001 - an error in the user's method
-        logger.warning("no throughput of %s: cost raised %s", printable(search.key), error_text(error))
-        return None, ""
+    return cost_of(inv), main_dtype(inv)

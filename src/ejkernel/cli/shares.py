@@ -5,26 +5,22 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from ejkernel.cli.peaks import cost_of
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
 from ejkernel.ops.autotuner.trials.status import SearchState
 from ejkernel.ops.config.policy import policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of, kernel_of
 from ejkernel.ops.core.types import ConfigKey, Cost
 from ejkernel.ops.errors import EjkernelError
 from ejkernel.ops.execution.offline import tune_together
-from ejkernel.ops.utils.error_text import error_text
-
-logger = logging.getLogger(__name__)
 
 _LEAST: Final = 5.0  # seconds of a search worth its start
 _ENOUGH: Final = 30.0  # seconds for more than the heuristic: compiling the other candidates, and measuring some
@@ -96,18 +92,10 @@ def _work(calls: Sequence[SharedCall], times: Mapping[ConfigKey, int]) -> float:
     """Return the work of a set of calls in a run of the program, in operations."""
     is_cpu = calls[0].inv.device_fingerprint.startswith("cpu:")
     per_byte = _PER_BYTE_ON_CPU if is_cpu else _PER_BYTE
-    costs = [(_cost(call.inv), times.get(call.inv.key, 1)) for call in calls]
-    return sum(max(cost.flops, cost.bytes * per_byte) * number for cost, number in costs)
-
-
-def _cost(inv: Invocation[Any, Any]) -> Cost:
-    """Return the cost of a call; that of reading its inputs if its kernel defines none."""
-    try:
-        cost = kernel_of(inv).cost(inv)
-    except Exception as error:  # noqa: BLE001 - an error in the user's method
-        logger.info("the cost of %s is unknown: cost raised %s", inv.op_id_v, error_text(error))
-        cost = None
-    return Cost(flops=0, bytes=inv.input_bytes) if cost is None else cost
+    # If a kernel does not define the cost, the least is to read the inputs.
+    costs = [cost_of(call.inv) or Cost(flops=0, bytes=call.inv.input_bytes) for call in calls]
+    numbers = [times.get(call.inv.key, 1) for call in calls]
+    return sum(max(cost.flops, cost.bytes * per_byte) * n for cost, n in zip(costs, numbers, strict=True))
 
 
 def _is_decided(result: AutotuningResult) -> bool:
