@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -488,6 +489,23 @@ def test_long_packed_sequences_have_more_parts(queries, heads, parts):
     key = (*queries[:2], heads, queries[3])
     call = dataclasses.replace(FINE, query=queries, key=key, value=key, segments=True)
     assert heuristic(call).head_parts == parts
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"rules": Rules(scale=0.1, left=63, right=0)}, {"rules": Rules(scale=0.1)}, {"key_lengths": True}],
+    ids=["window", "full", "lengths"],
+)
+def test_parts_of_huge_calls_are_chosen_without_a_list_of_their_blocks(changes):
+    key = (64, 65536, 4, 128)
+    call = dataclasses.replace(FINE, query=(64, 65536, 256, 128), key=key, value=key, **changes)
+    tracemalloc.start()
+    try:
+        heuristic(call)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20  # the blocks of 64 parts are 8 million
 
 
 def windowed(dim, left):

@@ -58,26 +58,27 @@ def order_of(problem: BackwardProblem, params: BackwardParams) -> Order:
 def full_time(problem: BackwardProblem, params: BackwardParams) -> float:
     """Return how long all blocks of keys take without a mask, in steps of 64 queries."""
     # Of ten gradients on one H200, it finds the fastest of 3 to 6 numbers of parts for nine, and one 1 % slower.
-    steps = _steps_of(problem, params)
-    if steps.size > FEW_BLOCKS:
-        return math.ceil(steps.size / MULTIPROCESSORS) * float(steps.max())
-    return _duration(steps, 1)
+    count = _blocks(problem, params)
+    if count > FEW_BLOCKS:
+        longest = float(block_steps(problem, params.keys).max()) * max(part_heads(problem, params)) + _ENDS
+        return math.ceil(count / MULTIPROCESSORS) * longest
+    return _duration(_steps_of(problem, params), 1)
 
 
 def window_time(problem: BackwardProblem, params: BackwardParams) -> float:
     """Return the time of the busiest multiprocessor in a window, in steps of 64 queries."""
     # It finds the fastest launch of each of eight calls on one H200; nearly two blocks per multiprocessor, the default
     # before, took up to 17 % longer.
-    steps = _steps_of(problem, params)
-    return math.ceil(steps.size / MULTIPROCESSORS) * (float(steps.max()) + 2)
+    steps, heads = block_steps(problem, params.keys), part_heads(problem, params)
+    return math.ceil(_blocks(problem, params) / MULTIPROCESSORS) * (float(steps.max()) * max(heads) + _ENDS + 2)
 
 
 def hidden_time(problem: BackwardProblem, params: BackwardParams) -> float:
     """Return a time for comparisons of `head_parts` if lengths or segments hide unknown steps of the blocks of keys."""
     # More parts do not change the steps that remain. They add ends of blocks, and fill the chip more evenly. Of 40
     # gradients on one H200, the 2 to 4 numbers of parts that this chooses from lose 0.5 % on average, and 6 % at worst.
-    steps = _steps_of(problem, params)
-    return _ENDS * steps.size / MULTIPROCESSORS + _UNEVEN * float(steps.mean())
+    steps = float(block_steps(problem, params.keys).mean()) * problem.heads_per_group / params.head_parts + _ENDS
+    return _ENDS * _blocks(problem, params) / MULTIPROCESSORS + _UNEVEN * steps
 
 
 def _alike_parts(problem: BackwardProblem, params: BackwardParams) -> int:
@@ -87,6 +88,11 @@ def _alike_parts(problem: BackwardProblem, params: BackwardParams) -> int:
     """
     even = problem.heads_per_group % params.head_parts == 0
     return problem.groups * (params.head_parts if even else problem.batch)
+
+
+def _blocks(problem: BackwardProblem, params: BackwardParams) -> int:
+    """Return the number of blocks of threads, without a list of them: there may be hundreds of millions."""
+    return problem.batch * problem.groups * params.head_parts * -(-problem.keys // params.keys)
 
 
 def _steps_of(problem: BackwardProblem, params: BackwardParams) -> np.ndarray:
