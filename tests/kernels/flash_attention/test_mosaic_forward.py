@@ -472,6 +472,12 @@ def test_wide_values_do_not_share_the_buffer_of_queries():
     assert "share_buffer" in params_fault(call, ForwardParams(share_buffer=True))
 
 
+def test_the_space_has_no_output_that_takes_more_registers_in_the_buffer_of_wider_queries():
+    """There 104 columns take 128."""
+    call = dataclasses.replace(FINE, query=(2, 2049, 4, 184), key=(2, 2049, 2, 184), value=(2, 2049, 2, 104))
+    assert not [params for params in space(call) if params_fault(call, params)]
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -480,6 +486,7 @@ def test_wide_values_do_not_share_the_buffer_of_queries():
         ({"warpgroups": True}, "warpgroups must be"),
         ({"query_buffers": 2}, "query_buffers must be 1 unless persistent=True"),
         ({"overlap": 1}, "overlap must be True or False"),
+        ({"kv_block": 64, "fma_columns": 72}, "fma_columns must be at most kv_block, 64, got 72"),
     ],
 )
 def test_wrong_parameters_are_errors(wrong, message):

@@ -89,8 +89,9 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
         )
         return (_sharing_fault(plan, call) or _shared_memory_fault(plan)) is None
 
-    def registers(kv_block: int, warpgroups: int) -> bool:
-        plan = forward_plan(call, ForwardParams(kv_block=kv_block, warpgroups=warpgroups))
+    def registers(kv_block: int, warpgroups: int, share_buffer: bool) -> bool:
+        # In one buffer with wider queries, the output may take more columns.
+        plan = forward_plan(call, ForwardParams(kv_block=kv_block, warpgroups=warpgroups, share_buffer=share_buffer))
         return (_block_fault(plan) or _register_fault(plan)) is None
 
     def packing(pack_heads: bool, warpgroups: int) -> bool:

@@ -63,6 +63,8 @@ class ForwardParams(NamedFields):
             query_buffers=(1, 2),
             fma_columns=range(0, 257, 8),
         )
+        if self.fma_columns > self.kv_block:
+            raise ConfigError(f"fma_columns must be at most kv_block, {self.kv_block}, got {self.fma_columns}.")
         if self.query_buffers > 1 and not self.persistent:
             raise ConfigError(f"query_buffers must be 1 unless persistent=True, got {self.query_buffers}.")
 
