@@ -321,6 +321,19 @@ def test_a_value_of_another_type_equal_to_a_default_has_a_separate_key(args, kwa
     assert key_of(DEFAULTS, X, *args, **kwargs) != key_of(DEFAULTS, X)
 
 
+def test_an_omitted_default_may_be_a_value_that_jax_cannot_flatten():
+    class Table(Kernel[int, Any]):
+        def run(self, x, table={1: 2.0, "one": 3.0}, *, cfg, scale=1.0):  # noqa: B006
+            return x * table[1] * scale
+
+        def heuristic_cfg(self, inv):
+            return 1
+
+    kernel = Table("table_default")
+    assert kernel(X, scale=1.0)[0] == 2 * X[0]
+    assert key_of(kernel, X, scale=1.0) == key_of(kernel, X)
+
+
 def test_an_explicit_tunable_argument_is_fixed_even_at_its_default():
     @tune(space={"rows": [1, 2], "columns": [1, 2]})
     def total(x, *, rows=1, columns=1, scale=1.0):

@@ -326,11 +326,13 @@ def without_defaults(
     signature = _signature(kernel).run
     if signature is None:
         return args, dict(kwargs)
-    tokens = {name: tokens_of(p.default) for name, p in signature.parameters.items() if p.default is not p.empty}
-    # Of arrays, only the types are known.
-    defaults = {name: t for name, t in tokens.items() if t is not _PLACEHOLDER and name not in kernel.choices}
     positional = [p for p in signature.parameters.values() if p.kind in _POSITIONAL][1:]
     kept = len(args)
+    # Only of those passed: JAX cannot flatten every default, e.g. a dictionary with names of two types.
+    passed = {*kwargs, *(p.name for p in positional[:kept])} - {*kernel.choices}
+    own = {name: p.default for name, p in signature.parameters.items() if name in passed and p.default is not p.empty}
+    # Of arrays, only the types are known.
+    defaults = {name: token for name in own if (token := tokens_of(own[name])) is not _PLACEHOLDER}
     while 0 < kept <= len(positional) and defaults.get(positional[kept - 1].name) == tokens_of(args[kept - 1]):
         kept -= 1
     rest = {name: value for name, value in kwargs.items() if defaults.get(name) != tokens_of(value)}
