@@ -295,7 +295,7 @@ def test_a_target_without_a_function_suggests_one_that_returns_a_program(tmp_pat
 def test_the_text_of_a_program_is_no_program_that_runs(tmp_path, monkeypatch):
     (tmp_path / "step.mlir").write_text("module {}")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ArgumentError, match=r"step\.mlir is the text of a program, which only `tune`"):
+    with pytest.raises(ArgumentError, match=r"step\.mlir is a file, and only `tune` and `explain` take the text"):
         located("step.mlir")
 
 

@@ -129,7 +129,7 @@ def _what_to_type(target: str) -> str:
     if path.suffix == ".py" and path.is_file():
         return f"{path} is a Python file; add the function, e.g. {path}:{_first_function(path)}."
     if path.is_file():
-        return f"{path} is the text of a program, which only `tune` and `explain` take; pass MODULE:FUNCTION."
+        return f"{path} is a file, and only `tune` and `explain` take the text of a program; pass MODULE:FUNCTION."
     module, _, function = target.rpartition(".")
     if module and function.isidentifier() and Path(*module.split(".")).with_suffix(".py").is_file():
         return f"the target must be MODULE:FUNCTION, got {target!r}; did you mean '{module}:{function}'?"
