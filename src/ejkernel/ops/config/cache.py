@@ -154,7 +154,7 @@ class ConfigCache(Copied, Shown):
     def remember(self, key: Hashable, config: object, source: str, *, keeps_first: bool = False) -> None:
         """Store a configuration and the tier that found it.
 
-        With `keeps_first`, an earlier configuration stays that has the same type and is from the same provisional tier.
+        With `keeps_first`, an earlier configuration of the same type and from the same provisional tier stays.
         """
         own = key if isinstance(key, ConfigKey) else None
         entry = Resolution(config, source, own)

@@ -7,8 +7,8 @@ and the cache commands list only the user's entries. An entry for the same devic
 entry, from another device with the same chip, ranks after tuning and counts as a miss, so any measurement on this
 machine replaces it.
 
-A stale entry was measured with other versions than those here. The kernel's version and the device are parts of the
-key, so entries of other versions or devices are misses.
+A stale entry was measured with other versions than the current ones, e.g. of JAX. The kernel's version and the device
+are parts of the key, so entries of other versions or devices are misses.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ from ejkernel.ops.utils.weak_caches import Copied, Records, living
 
 logger = logging.getLogger(__name__)
 
-# The missed calls of this process by key, the latest only beyond a limit. A dropped kernel takes its calls along.
+# The missed calls of this process by key; beyond a limit, only the latest. A call is removed with its kernel.
 untuned = Records[tuple[weakref.ref[Kernel[Any, Any]], Invocation[Any, Any]]]()
 
 

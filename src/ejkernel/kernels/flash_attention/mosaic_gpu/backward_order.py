@@ -21,7 +21,7 @@ _MEMORY, _MEMORY_NARROW, _MEMORY_SPLIT = 2.0, 1.4, 0.7  # time to copy a step's 
 _HIDDEN, _HIDDEN_SPLIT = 0.05, 0.1  # part of the lesser of two times, copies' and products', that adds to the other
 _DRIFT = 0.07  # more time for each further head of more than 64 columns in the fused form, even if all is in the cache
 _SUMMED = 2.5e-4  # time to add up the parts of one row of keys
-_UNEVEN = 0.8  # of a block's time, for which the last blocks run beside idle multiprocessors
+_UNEVEN = 0.8  # part of a block's time during which the last blocks run beside idle multiprocessors
 
 
 class Order(NamedTuple):
@@ -74,9 +74,9 @@ def window_time(problem: BackwardProblem, params: BackwardParams) -> float:
 
 
 def hidden_time(problem: BackwardProblem, params: BackwardParams) -> float:
-    """Return a time for comparisons of `head_parts` if lengths or segments hide unknown steps of the blocks of keys."""
-    # More parts do not change the steps that remain. They add ends of blocks, and fill the chip more evenly. Of 40
-    # gradients on one H200, the 2 to 4 numbers of parts that this chooses from lose 0.5 % on average, and 6 % at worst.
+    """Return a time for comparing `head_parts` if lengths or segments hide an unknown number of each block's steps."""
+    # More parts do not change the steps that remain. They add ends of blocks, and fill the chip more evenly. For 40
+    # gradients on one H200, its choice among 2 to 4 numbers of parts loses 0.5 % on average, and 6 % at worst.
     steps = float(block_steps(problem, params.keys).mean()) * problem.heads_per_group / params.head_parts + _ENDS
     return _ENDS * _blocks(problem, params) / MULTIPROCESSORS + _UNEVEN * steps
 

@@ -236,9 +236,9 @@ def _two_for_narrow(call: AttentionCall, full: ForwardParams) -> ForwardParams:
     if call.key_lengths or call.attention_mask is not None or call.rules.soft_cap is not None:
         return full
     if dim <= 32:
-        # With two tiles for each block of threads: 131 us instead of 135 at D32 for 8,192 queries, and 128 if some
-        # exponentials are polynomials; 119 instead of 127 at D8, where polynomials lose. But 37 instead of 37 for 2,048
-        # queries, and 12 instead of 11 for 512.
+        # Without persistence, where a multiprocessor has at most two tiles: 131 us instead of 135 at D32 for 8,192
+        # queries, and 128 if some exponentials are polynomials; 119 instead of 127 at D8, where polynomials lose. But
+        # 37 instead of 37 for 2,048 queries, and 12 instead of 11 for 512.
         if keys <= 2048 or forward_plan(call, full).tiles > 2 * MULTIPROCESSORS:
             return full
         return dataclasses.replace(full.without_persistence(), fma_columns=32 if dim > 16 else 0)
