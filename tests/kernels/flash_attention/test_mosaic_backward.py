@@ -524,6 +524,16 @@ def test_a_narrow_window_has_few_queries_a_step(dim, left, expected):
     assert found in space(call)
 
 
+@pytest.mark.parametrize(
+    ("queries", "cap", "dim", "q_block"),
+    [(512, 20.0, 64, 64), (512, None, 64, 128), (1024, 20.0, 64, 128), (512, 20.0, 24, 128)],
+)
+def test_short_causal_calls_with_a_soft_cap_have_fewer_queries_a_step(queries, cap, dim, q_block):
+    sizes = {"queries": queries, "keys": queries, "head_dim": dim, "value_dim": dim}
+    rules = Rules(scale=0.2, right=0, soft_cap=cap)
+    assert heuristic(described(Case(batch=64, heads=8, groups=2, rules=rules, **sizes))).q_block == q_block
+
+
 @pytest.mark.parametrize(("dim", "left", "form"), [(128, 127, "split"), (96, 255, "split"), (128, 511, "fused")])
 def test_a_narrow_window_has_a_kernel_for_the_gradient_of_queries(dim, left, form):
     call = windowed(dim, left)
