@@ -90,6 +90,15 @@ class TypeOfConfiguration(Referenced):
         return tanh_matmul(x, w).astype(jnp.float16 if cfg else jnp.float32)
 
 
+class TypeOfSecondResult(Plain):
+    def run(self, x, w, *, cfg):
+        y = tanh_matmul(x, w)
+        return y, y.astype(jnp.float16 if cfg else jnp.float32)
+
+    def config_space(self, inv):
+        return [0, 1]
+
+
 class StructureOfConfiguration(Referenced):
     def run(self, x, w, *, cfg):
         return [tanh_matmul(x, w)] if cfg else tanh_matmul(x, w)

@@ -58,6 +58,7 @@ WRONG = {
     "OneConfiguration": (["outputs", "jit"], GROUPS),
     "RaisingConfiguration": (["types"], GROUPS),
     "TypeOfConfiguration": (["types"], GROUPS),
+    "TypeOfSecondResult": (["types"], GROUPS),
     "StructureOfConfiguration": (["types"], GROUPS),
     "WrongReference": (["outputs", "jit"], GROUPS),
     "Nan": (["outputs", "jit"], GROUPS),
@@ -154,6 +155,10 @@ def test_a_function_that_no_other_process_finds_is_found():
         ("ForgottenGradient", r"the gradient of w differs from JAX's gradient of `run`: 0 instead of"),
         ("WrongUndifferentiableWithRule", r"the gradient of w differs from finite differences: .* relative"),
         ("TypeOfConfiguration", r"the results are float16\[4,3\]; under the heuristic float32\[4,3\]"),
+        (
+            "TypeOfSecondResult",
+            r"are float32\[4,3\], float16\[4,3\];\s+under\s+the\s+heuristic\s+float32\[4,3\],\s+float32",
+        ),
         ("StructureOfConfiguration", r"are float32\[4,3\] in PyTreeDef\(\[\*\]\);\s+under\s+the\s+heuristic\s+float32"),
         ("Nan", r"result 0 has NaN, and no reference confirms it"),
         (

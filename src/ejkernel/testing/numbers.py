@@ -227,12 +227,12 @@ class Numbers:
         return "" if found == want else f"the results are {found}; under the heuristic {want}"
 
     def _described(self, config: object) -> str:
-        """Return the types of the results of `run`, with their structure unless it is one array or a tuple."""
+        """Return the types of the results of `run`, with the structure unless it is one array or a tuple of several."""
         trees: list[Any] = []
         choice = Choice(config=config, platform=self.subject.platform, trees=trees)
         types = types_of(self.subject.plain(choice), self.examples[0])
-        usual = [jax.tree.structure(made) for made in (0, tuple(types))]
-        return listed(types) + ("" if trees[0] in usual else f" in {trees[0]}")
+        usual = 0 if len(types) == 1 else (0,) * len(types)
+        return listed(types) + ("" if trees[0] == jax.tree.structure(usual) else f" in {trees[0]}")
 
     def _eager_rows(self, config: object) -> Iterator[CheckRow]:
         run = self.subject.executed(config)
