@@ -140,11 +140,11 @@ def compiled(case: dict[str, Any]) -> dict[str, Any]:
     implementation, call, operands = described(case)
     operands = jax.tree.map(TARGETS[case["chip"]].placed, operands)
     params = params_of(implementation, call, case["params"])
-    found = tpu_windows.of_attention(implementation, call, operands, params)
     folder = Path(os.environ["LIBTPU_INIT_ARGS"].removeprefix(tpu_windows.DUMP))
-    spilled = [tpu_windows.spilled_of(one.name, folder) for one in found]
-    for file in folder.iterdir():
+    for file in folder.iterdir():  # of the call before, which may have failed
         file.unlink()
+    found = tpu_windows.of_attention(implementation, call, operands, params)
+    spilled = [tpu_windows.spilled_of(one.name, folder) for one in found]
     return {"used": [one.used for one in found], "kept": [one.kept for one in found], "spilled": spilled}
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import types
 
 import jax
 import pytest
@@ -138,6 +139,27 @@ def test_the_registers_of_a_program_are_those_of_the_regions_that_are_alive_toge
     (tmp_path / "1-attention_forward.1-00-post-ra.txt").write_text(PROGRAM)
     (tmp_path / "1-attention_forward.1-02-post-bundle-packing-post-ra.txt").touch()
     assert tpu_windows.spilled_of("attention_forward.1", tmp_path) == (3, 1, 1)
+
+
+def test_a_program_of_a_call_that_failed_is_not_read_for_the_next_one(tmp_path, monkeypatch):
+    def failing(*_):
+        (tmp_path / "1-attention_forward.1-00-post-ra.txt").write_text(PROGRAM)
+        raise RuntimeError("refused")
+
+    def compiling(*_):
+        (tmp_path / "2-attention_forward.1-00-post-ra.txt").write_text(PROGRAM)
+        return [types.SimpleNamespace(name="attention_forward.1", used=1, kept=0)]
+
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"{tpu_windows.DUMP}{tmp_path}")
+    monkeypatch.setattr(memory_attention_tpu, "TARGETS", {"v5e": types.SimpleNamespace(placed=lambda array: array)})
+    monkeypatch.setattr(memory_attention_tpu, "described", lambda case: (None, None, ()))
+    monkeypatch.setattr(memory_attention_tpu, "params_of", lambda *_: None)
+    case = {"chip": "v5e", "params": {}}
+    monkeypatch.setattr(tpu_windows, "of_attention", failing)
+    with pytest.raises(RuntimeError, match="refused"):
+        memory_attention_tpu.compiled(case)
+    monkeypatch.setattr(tpu_windows, "of_attention", compiling)
+    assert memory_attention_tpu.compiled(case) == {"used": [1], "kept": [0], "spilled": [(3, 1, 1)]}
 
 
 def test_the_table_of_tiles_has_all_listed_products():
