@@ -165,6 +165,7 @@ def test_a_function_that_no_other_process_finds_is_found():
             "NoSpace",
             r"the\s+result\s+of\s+config_space\s+must be a list of\s+configurations or a ConfigSpace, got None",
         ),
+        ("ForZerosAlone", r"result 0 without a gradient differs from the reference: nan instead of 0"),
         ("WrongReference", r"result 0 differs from the reference: .* instead of"),
     ],
 )

@@ -163,8 +163,8 @@ def _value_row(
     except Exception as error:  # noqa: BLE001 - the row has the reason
         return row(name, config, error)
     deviations = [
-        _value_deviation(index, *each, numbers)
-        for found in both
+        _value_deviation(f"result {index}{how}", *each, numbers)
+        for how, found in zip(("", " without a gradient"), both, strict=False)
         for index, each in enumerate(zip(found.outs, true.outs, slack, strict=True))
         if is_inexact(each[1]) and each[1].size
     ]
@@ -174,12 +174,12 @@ def _value_row(
     return compared(name, config, deviations or [Deviation(0.0, 1.0)])
 
 
-def _value_deviation(index: int, got: Any, want: Any, slack: Any, numbers: Numbers) -> Deviation:
+def _value_deviation(name: str, got: Any, want: Any, slack: Any, numbers: Numbers) -> Deviation:
     """Return the largest error as a fraction of the allowance."""
     allowed = tolerance(want.dtype, platform=numbers.subject.platform, precision=None)
     off, where = _relative_error(got, want, slack, allowed.worst)
     values = f"{wide(got).ravel()[where]:.6g} instead of {wide(want).ravel()[where]:.6g}{position(where, want.shape)}"
-    return Deviation(off, 1.0, f"result {index} differs from {numbers.whose}: {values}" if off > 1 else "")
+    return Deviation(off, 1.0, f"{name} differs from {numbers.whose}: {values}" if off > 1 else "")
 
 
 def _relative_error(got: Any, want: Any, slack: Any, relative: float) -> tuple[float, int]:
