@@ -39,7 +39,7 @@ _WEIGHTS = {
     "others": "kernels/_spilled.py",
 }
 _MARGINS = (0.08, 0.6)
-_OF_NORMS = 0.3  # the least margin of row norms
+_OF_NORMS, _OF_FLOAT32 = 0.3, 0.25  # the least margins of row norms, and of attention in float32
 _MOST = 8  # sizes of a kind with a weight
 _PRICE = 1e3
 _FEW = 40  # kernels of a kind; for fewer, the margin covers all that are left out
@@ -183,7 +183,8 @@ def fit_of(found: Sequence[Kernel]) -> Fit:
     columns = problem.chosen()
     pairs = problem.left_out(columns)
     margin = problem.margin(pairs)
-    margin = max(margin, _OF_NORMS) if "norm" in found[0].parts.kind else margin
+    kind = found[0].parts.kind
+    margin = max(margin, _OF_NORMS if "norm" in kind else _OF_FLOAT32 if kind.endswith("float32") else 0)
     # rounded up, so that no estimate of the fit is below the compiler's figure
     weights = (round(float(weight) * (1 + margin) + 5e-4, 3) for weight in problem.solved(columns)[0])
     table = {problem.names[column]: weight for column, weight in zip(columns, weights, strict=False)}

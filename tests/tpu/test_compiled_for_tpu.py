@@ -190,7 +190,8 @@ def test_our_attention_compiles_within_the_estimate(sharding, case, backward, mo
             check_estimate(need, size, params, most=2)
         need = choices.needed(call, params)
         check_estimate(need, max(used), params, most=2)
-        assert need.most <= 1.1 * max(used) or not all_listed(choices.parts_of(call, params)), params
+        # loops and other code may have been compiled in kernels with other masks, which keep a little more
+        assert need.most <= 1.15 * max(used) or not all_listed(choices.parts_of(call, params)), params
 
 
 @pytest.mark.parametrize("length", [1024, 4096])
