@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -131,7 +132,7 @@ def compare_step(question: Question) -> Answer:
             return Answer(skipped=first_line(error))
         least = before.compile_seconds + 2 * (WARM_UP + FEWEST) * before.first
         if least > question.end - time.monotonic() and not question.insists:
-            return Answer(skipped=f"that takes about {least:.0f} s more, {question.why_short}")
+            return Answer(skipped=f"that takes about {math.ceil(least)} s more, {question.why_short}")
         found = choose(question.winners, before, make, lambda: max(question.end - time.monotonic(), 0.0))
         return dataclasses.replace(found, guess=loaded.guess)
 
