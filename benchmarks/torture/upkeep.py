@@ -182,7 +182,7 @@ def _jobs(plan: Plan) -> dict[str, Callable[[int], object]]:
         "prune": ("prune", "--older-than", "52w", *cache),
         "prune --older-than": ("prune", "--older-than", "52w", "--not-for-this-jax", "--unreadable", *cache),
         "clear": ("clear", "--older-than", "52w", "--yes", *cache),
-        "pull": ("pull", plan.url("rival"), *cache),
+        "pull": ("pull", plan.url("shared"), *cache),
         "merge": ("merge", rival, *cache),
         "push": ("push", team, "--merge", *cache),
         "prune URL": ("prune", plan.url("pushed"), "--older-than", "52w", "--cache", f"{plan.folder}/pruner"),
@@ -288,7 +288,7 @@ def _prepare(plan: Plan) -> None:
         for own in range(_OWN):
             key = ConfigKey("gpu", "own@v0", f"{index}-{own}")
             _put(f"{plan.folder}/rival", key, _content(-1, own, 10), speedup=2.0)
-    run("push", plan.url("rival"), "--cache", f"{plan.folder}/rival")
+    run("push", plan.url("shared"), "--cache", f"{plan.folder}/rival")
     _put(plan.cache, ConfigKey("gpu", "other@v0", "0"), _content(-1, 0, 0), speedup=1.0)
     _put(f"{plan.folder}/pruner", ConfigKey("gpu", "other@v0", "0"), _content(-1, 0, 0), speedup=1.0, is_old=True)
     run("push", plan.url("pushed"), "--cache", f"{plan.folder}/pruner")

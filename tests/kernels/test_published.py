@@ -75,10 +75,10 @@ def test_blocks_that_may_exceed_the_memory_are_left_to_tuning(monkeypatch):
     inv = attention(call)
     (found,) = inv.kernel.published(inv)
     assert found.why_not == found.why_not_untuned == ""  # more than the compiler allows by default
-    monkeypatch.setattr(splash, "untuned_of", lambda call: 20 << 20)
+    monkeypatch.setattr(splash, "untuned_of", lambda call: 16 << 20)
     (found,) = inv.kernel.published(inv)
     assert found.why_not == ""
-    assert re.search(r"it may take \d+ bytes of vector memory, and a kernel may take 20971520", found.why_not_untuned)
+    assert re.search(r"it may take \d+ bytes of vector memory, and a kernel may take 16777216", found.why_not_untuned)
     assert found.config.fwd in [config.fwd for config in inv.kernel.config_space(inv)]
 
 

@@ -449,7 +449,7 @@ def fault_of(folder: Path, variable: str = "") -> str:
         variable: The environment variable that names it, if any.
     """
     try:
-        names = sorted(os.listdir(folder))[:_MOST]
+        names = sorted(os.listdir(folder))
     except OSError:
         return _why_missing(folder, variable)
     if any(map(_INNER.fullmatch, names)):
@@ -458,7 +458,7 @@ def fault_of(folder: Path, variable: str = "") -> str:
         url = Path(os.path.abspath(folder)).as_uri()
         return f"{folder} is a shared cache; name it by its URL, {url}, e.g. in EJKERNEL_CACHE_LAYERS"
     places = [folder.parents[at] for at, place in enumerate((folder, folder.parent)) if _DEVICE.fullmatch(place.name)]
-    inner = [folder / name for name in names]
+    inner = [folder / name for name in names[:_MOST]]
     places += [*inner, *(place / settings.CACHE_FOLDER for place in inner)]
     meant = next(filter(_is_cache, places), None)
     how = f"set {variable}={meant}" if variable else f"name {meant}"
