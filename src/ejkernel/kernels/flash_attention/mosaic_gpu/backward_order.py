@@ -58,7 +58,7 @@ def order_of(problem: BackwardProblem, params: BackwardParams) -> Order:
 def full_time(problem: BackwardProblem, params: BackwardParams) -> float:
     """Return how long all blocks of keys take without a mask, in steps of 64 queries."""
     # Of ten gradients on one H200, it finds the fastest of 3 to 6 numbers of parts for nine, and one 1 % slower.
-    count = _blocks(problem, params)
+    count = key_blocks(problem, params) * params.head_parts
     if count > FEW_BLOCKS:
         longest = float(block_steps(problem, params.keys).max()) * max(part_heads(problem, params)) + _ENDS
         return math.ceil(count / MULTIPROCESSORS) * longest
@@ -70,7 +70,8 @@ def window_time(problem: BackwardProblem, params: BackwardParams) -> float:
     # It finds the fastest launch of each of eight calls on one H200; nearly two blocks per multiprocessor, the default
     # before, took up to 17 % longer.
     steps, heads = block_steps(problem, params.keys), part_heads(problem, params)
-    return math.ceil(_blocks(problem, params) / MULTIPROCESSORS) * (float(steps.max()) * max(heads) + _ENDS + 2)
+    rounds = math.ceil(key_blocks(problem, params) * params.head_parts / MULTIPROCESSORS)
+    return rounds * (float(steps.max()) * max(heads) + _ENDS + 2)
 
 
 def hidden_time(problem: BackwardProblem, params: BackwardParams) -> float:
@@ -78,7 +79,7 @@ def hidden_time(problem: BackwardProblem, params: BackwardParams) -> float:
     # More parts do not change the steps that remain. They add ends of blocks, and fill the chip more evenly. For 40
     # gradients on one H200, its choice among 2 to 4 numbers of parts loses 0.5 % on average, and 6 % at worst.
     steps = float(block_steps(problem, params.keys).mean()) * problem.heads_per_group / params.head_parts + _ENDS
-    return _ENDS * _blocks(problem, params) / MULTIPROCESSORS + _UNEVEN * steps
+    return _ENDS * key_blocks(problem, params) * params.head_parts / MULTIPROCESSORS + _UNEVEN * steps
 
 
 def _alike_parts(problem: BackwardProblem, params: BackwardParams) -> int:
@@ -90,9 +91,9 @@ def _alike_parts(problem: BackwardProblem, params: BackwardParams) -> int:
     return problem.groups * (params.head_parts if even else problem.batch)
 
 
-def _blocks(problem: BackwardProblem, params: BackwardParams) -> int:
-    """Return the number of blocks of threads, without a list of them: there may be hundreds of millions."""
-    return problem.batch * problem.groups * params.head_parts * -(-problem.keys // params.keys)
+def key_blocks(problem: BackwardProblem, params: BackwardParams) -> int:
+    """Return the number of blocks of keys of all examples and key heads, without a list of them."""
+    return problem.batch * problem.groups * -(-problem.keys // params.keys)
 
 
 def _steps_of(problem: BackwardProblem, params: BackwardParams) -> np.ndarray:

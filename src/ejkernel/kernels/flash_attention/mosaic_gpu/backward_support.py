@@ -9,7 +9,7 @@ import math
 from ejkernel.kernels._hopper import SHARED_MEMORY
 from ejkernel.kernels.flash_attention.common import AttentionCall
 
-from .backward_order import FEW_BLOCKS, full_time, hidden_time, order_of, window_time
+from .backward_order import FEW_BLOCKS, full_time, hidden_time, key_blocks, order_of, window_time
 from .backward_plan import (
     BackwardProblem,
     backward_problem,
@@ -170,7 +170,7 @@ def space(call: AttentionCall) -> tuple[BackwardParams, ...]:
 def _tried_parts(call: AttentionCall, params: BackwardParams) -> tuple[int, ...]:
     """Return the values of `head_parts` to measure: the heuristic's, and others that give few blocks."""
     problem = backward_problem(call)
-    blocks, usual = _key_blocks(problem, params), _heuristic_parts(problem, params)
+    blocks, usual = key_blocks(problem, params), _heuristic_parts(problem, params)
     even = _parts(problem, uneven=False)
     return tuple(sorted({usual, *(parts for parts in even if parts == 1 or parts * blocks <= FEW_BLOCKS)}))
 
@@ -197,10 +197,6 @@ def _heuristic_parts(problem: BackwardProblem, params: BackwardParams) -> int:
         return time if problem.heads_per_group % parts == 0 else (1 + _UNEVEN_GAIN) * time
 
     return min(_parts(problem, uneven=not hides and rules.left is None), key=estimate)
-
-
-def _key_blocks(problem: BackwardProblem, params: BackwardParams) -> int:
-    return problem.batch * problem.groups * -(-problem.keys // params.keys)
 
 
 def _arguments_reason(call: AttentionCall) -> str | None:
