@@ -333,6 +333,33 @@ def widely_drawn_names(seed: int, count: int, kinds: Sequence[str] = KINDS) -> l
     return [f"{seed}-{number} {words_of(widely_drawn(seed, number))}" for number in itertools.islice(numbers, count)]
 
 
+def small_names(seed: int, count: int) -> list[str]:
+    """Return names of random calls with few tiles: most multiprocessors of a GPU would have none, or one."""
+    rng, names = np.random.default_rng(seed), []
+    while len(names) < count:
+        dim = int(rng.choice((64, 128, 256))) if rng.random() < 0.3 else _multiple_of_8(rng, 256)
+        groups = int(rng.choice((1, 2, 4, 8)))
+        heads = (groups * int(rng.choice((1, 1, 4))), groups)
+        short = rng.random() < 0.25
+        seq = int(rng.integers(40, 256)) if short else int(rng.choice((512, 1024, 2048, 4096, rng.integers(256, 6000))))
+        batch = int(rng.choice((1, 1, 2, 4)))
+        window = int(rng.choice((128, 512))) if rng.random() < 0.15 and seq >= 1024 else None
+        causal = window is not None or bool(rng.random() < 0.5)
+        lengths = not causal and bool(rng.random() < 0.3)
+        case = Case(
+            batch=batch,
+            seq=seq,
+            heads=heads,
+            dims=(dim, dim),
+            causal=bool(causal),
+            window=window,
+            lengths=bool(lengths),
+        )
+        if batch * heads[0] * -(-seq // 64) <= 4 * 132:
+            names.append(words_of(case))
+    return names
+
+
 def case_named(name: str) -> Case:
     """Return a fixed case, a drawn one, or one in the words of `words_of`."""
     fixed = CASES | GRID_CASES
@@ -348,7 +375,7 @@ def case_named(name: str) -> Case:
 
 _IN_WORDS = re.compile(
     r"(causal|full) B(\d+) T(\d+) H(\d+)/(\d+) D(\d+)(?:/(?P<value_dim>\d+))?(?P<bias> bias)?"
-    r"(?P<lengths> lengths)?(?: (?P<dtype>float16|float32))?(?P<shared> shared bias, mask)?"
+    r"(?P<lengths> lengths)?(?P<mask> mask)?(?: (?P<dtype>float16|float32))?(?P<shared> shared bias, mask)?"
     r"(?P<sinks> sinks)?(?: window (?P<window>\d+))?(?: cap (?P<cap>\d+))?"
 )
 
@@ -366,6 +393,7 @@ def _case_in_words(found: re.Match[str]) -> Case:
         cap=None if found["cap"] is None else float(found["cap"]),
         bias=found["bias"] is not None,
         lengths=found["lengths"] is not None,
+        mask=found["mask"] is not None,
         shared=found["shared"] is not None,
         dtype=found["dtype"] or "bfloat16",
         sinks=found["sinks"] is not None,
@@ -377,7 +405,8 @@ def words_of(case: Case) -> str:
     (heads, groups), (dim, value_dim) = case.heads, case.dims
     words = ["causal" if case.causal else "full", f"B{case.batch} T{case.seq} H{heads}/{groups} D{dim}"]
     words[1] += f"/{value_dim}" if value_dim != dim else ""
-    words += ["bias"] * case.bias + ["lengths"] * case.lengths + [case.dtype] * (case.dtype != "bfloat16")
+    words += ["bias"] * case.bias + ["lengths"] * case.lengths + ["mask"] * case.mask
+    words += [case.dtype] * (case.dtype != "bfloat16")
     words += ["shared bias, mask"] * case.shared + ["sinks"] * case.sinks
     words += [] if case.window is None else [f"window {case.window}"]
     words += [] if case.cap is None else [f"cap {case.cap:g}"]

@@ -28,7 +28,16 @@ import jax.numpy as jnp
 import ejkernel
 from benchmarks import report
 from benchmarks.attention import Entry, apart_from_first, compiled_in_parallel, executor_of
-from benchmarks.attention_cases import CASES, GRID_CASES, Case, case_named, drawn_names, widely_drawn_names, words_of
+from benchmarks.attention_cases import (
+    CASES,
+    GRID_CASES,
+    Case,
+    case_named,
+    drawn_names,
+    small_names,
+    widely_drawn_names,
+    words_of,
+)
 from ejkernel.kernels.flash_attention.operation import FlashAttentionConfig
 from ejkernel.kernels.flash_attention.operation import flash_attention as operation
 from ejkernel.ops.autotuner.measure.measurement import Runner, interleaved, sets_for_cold
@@ -46,6 +55,7 @@ def grid_names() -> list[str]:
     """Return the names of the cases of the grid: fixed and drawn ones, in kinds that models use."""
     names = [*CASES, *GRID_CASES, *drawn_names(7, 40), *drawn_names(24, 114), *drawn_names(2611, 28)]
     names += [*widely_drawn_names(27182, 60), *widely_drawn_names(161803, 44)]
+    names += small_names(28, 28)
     names += [name for name in widely_drawn_names(31415, 420) if case_named(name).dtype == "float16"]
     return [name for name in names if is_open(case_named(name))]
 

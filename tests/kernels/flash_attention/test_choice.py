@@ -8,6 +8,7 @@ import math
 
 import pytest
 
+from ejkernel.kernels.flash_attention.common import Rules
 from ejkernel.kernels.flash_attention.mosaic_gpu import choice
 from ejkernel.modules import FlashAttention
 
@@ -43,11 +44,15 @@ def test_calls_outside_of_the_grid_use_the_usual_gain():
     assert choice.expected_gain(far) == pytest.approx(0.04, abs=1e-3)
 
 
-def test_calls_that_cannot_fill_the_chip_use_cudnn():
+def test_calls_with_few_tiles_use_our_kernels():
     preference = FlashAttention.implementations["mosaic_gpu"].preference
     call = next(one.call for one in MEASURED if one.call.backward and one.gain > 0.2)
-    assert preference(call) == 1
-    few = dataclasses.replace(call, query=(1, 512, 1, 128), key=(1, 512, 1, 128))
-    assert [preference(dataclasses.replace(few, bias=x)) for x in (None, (1, 1, 512, 512))] == [0, 1]
-    short = dataclasses.replace(call, query=(64, 1, 8, 128), backward=False)
-    assert preference(short) == 0
+    few = dataclasses.replace(call, query=(1, 512, 1, 128), key=(1, 512, 1, 128), value=(1, 512, 1, 128))
+    assert [preference(dataclasses.replace(few, backward=x)) for x in (False, True)] == [1, 1]
+
+
+def test_a_part_of_a_tile_uses_cudnn():
+    preference = FlashAttention.implementations["mosaic_gpu"].preference
+    call = next(one.call for one in MEASURED if not one.call.backward and one.gain > 0.2)
+    queries = [dataclasses.replace(call, query=(64, count, 8, 128), rules=Rules(scale=1.0)) for count in (1, 63, 200)]
+    assert [preference(one) for one in queries] == [0, 0, 1]

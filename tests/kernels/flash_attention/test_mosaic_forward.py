@@ -563,6 +563,24 @@ def test_a_few_tiles_with_a_narrow_window_are_small(batch, warpgroups):
     assert heuristic(described(case)).warpgroups == warpgroups
 
 
+@pytest.mark.parametrize(
+    ("heads", "rules", "segments", "warpgroups"),
+    [
+        (4, Rules(scale=0.2), False, 1),
+        (8, Rules(scale=0.2), False, 2),
+        (8, CAUSAL, False, 1),
+        (8, CAUSAL, True, 2),
+        (12, CAUSAL, False, 2),
+    ],
+)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_few_tiles_are_small(dim, heads, rules, segments, warpgroups):
+    """On one H200, 8 causal heads of 2,048 queries take 25.6 us at D128, and 29.3 with tiles of 128 rows."""
+    sizes = {"queries": 2048, "keys": 2048, "head_dim": dim, "value_dim": dim}
+    case = Case(batch=1, heads=heads, groups=heads, rules=rules, segments=segments, **sizes)
+    assert min(heuristic(described(case)).warpgroups, 2) == warpgroups
+
+
 @pytest.mark.parametrize(("batch", "queries", "persistent"), [(1, 2048, False), (24, 2048, True), (12, 640, True)])
 def test_packed_segments_of_many_or_similar_tiles_are_persistent(batch, queries, persistent):
     sizes = {"queries": queries, "keys": queries, "head_dim": 64, "value_dim": 64}

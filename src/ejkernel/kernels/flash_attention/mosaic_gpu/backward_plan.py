@@ -206,9 +206,13 @@ def key_block_buffers(problem: BackwardProblem, params: BackwardParams) -> dict[
 def query_block_buffers(problem: BackwardProblem, params: BackwardParams) -> dict[str, Buffer]:
     """Return the buffers of a block of threads that owns queries."""
     warpgroups, stages, keys = params.q_warpgroups, params.kv_stages, params.kv_block
-    return {
+    buffers = {
         "query": Buffer((warpgroups, 64, problem.head_dim)),
         "dout": Buffer((warpgroups, 64, problem.value_dim)),
         "key": Buffer((stages, keys, problem.head_dim)),
         "value": Buffer((stages, keys, problem.value_dim)),
     }
+    # If memory is short values have one stage: they are released before dQ's product, so their copy overlaps with it.
+    if shared_bytes(buffers) > SHARED_MEMORY:
+        buffers["value"] = Buffer((1, keys, problem.value_dim))
+    return buffers

@@ -101,8 +101,10 @@ class QueriesKernel:
     def _memory_types(self) -> QueryBlockMemory:
         consumers = self.params.q_warpgroups
         buffers = query_block_buffers(self.problem, self.params)
-        key = Pipeline.types(self.params.kv_stages, consumers=consumers, copies=self.key_pieces)
-        value = Pipeline.types(self.params.kv_stages, consumers=consumers, copies=self.value_pieces)
+        key, value = (
+            Pipeline.types(buffers[name].shape[0], consumers=consumers, copies=pieces)
+            for name, pieces in (("key", self.key_pieces), ("value", self.value_pieces))
+        )
         return QueryBlockMemory(
             **{name: self.matrices.type(buffer, self.problem.dtype) for name, buffer in buffers.items()},
             # Two matrices for each consumer.
@@ -141,14 +143,13 @@ class QueriesKernel:
         group = lax.div(block.head, self.problem.heads_per_group)
 
         def of_tile(j: jax.Array, number: jax.Array) -> jax.Array:
-            stage = memory.key_pipeline.stage(number)
             at = (block.example, pl.ds(j * params.kv_block, params.kv_block), group)
             # Two pipelines: scores start without values, and values are released before keys.
             for source, buffer, pipeline in (
                 (arrays.key, memory.key, memory.key_pipeline),
                 (arrays.value, memory.value, memory.value_pipeline),
             ):
-                pipeline.producer_wait(number, stage)
+                stage = pipeline.producer_acquire(number)
                 self.matrices.copy_in(source, at, buffer, (stage,), pipeline.full.at[stage])
             return number + 1
 
@@ -188,7 +189,7 @@ class QueriesKernel:
         # Read again: held in a register through the loop, it makes the kernel spill.
         warpgroup, memory, matrices = lax.axis_index(WARPGROUP), block.memory, self.matrices
         dquery, number = carry
-        stage = memory.key_pipeline.stage(number)
+        stage, value_stage = memory.key_pipeline.stage(number), memory.value_pipeline.stage(number)
         shift, delta = (tile.spread(x, 0) for x in rows)
         in_scores = self.problem.shift_in_scores
         mask = mask_words(block.arrays, tile)
@@ -198,8 +199,8 @@ class QueriesKernel:
             scores, dweights, dquery = sums
             key = matrices.tiles(memory.key, stage)
             matrices.multiply_transposed(scores, matrices.tiles(memory.query, warpgroup), key)
-            memory.value_pipeline.consumer_wait(stage)
-            value = matrices.tiles(memory.value, stage)
+            memory.value_pipeline.consumer_wait(value_stage)
+            value = matrices.tiles(memory.value, value_stage)
             matrices.multiply_transposed(dweights, matrices.tiles(memory.dout, warpgroup), value)
             # Probabilities are computed while the second product is in flight.
             raw = self.backend.read(scores, pending=self.value_pieces)
@@ -211,7 +212,7 @@ class QueriesKernel:
             keep = dropout_keeps(self.problem, block.arrays, tile)
             dscores = weights.astype(jnp.float32) * (pull if keep is None else jnp.where(keep, pull, delta))
             # Before dQ's product, which needs only the keys.
-            memory.value_pipeline.consumer_release(stage)
+            memory.value_pipeline.consumer_release(value_stage)
             dscores = dscores.astype(self.problem.dtype)
             matrices.multiply(dquery, dscores, key)
 

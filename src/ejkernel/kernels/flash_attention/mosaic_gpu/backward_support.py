@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from ejkernel.kernels._hopper import SHARED_MEMORY
+from ejkernel.kernels._hopper import MULTIPROCESSORS, SHARED_MEMORY
 from ejkernel.kernels.flash_attention.common import AttentionCall
 
 from .backward_order import FEW_BLOCKS, full_time, hidden_time, key_blocks, order_of, window_time
@@ -30,6 +30,8 @@ _SHORT_WINDOW = 64  # keys; the backward at head_dim 64 took 91 us instead of 11
 _NARROW_WINDOW = 512
 _SPLIT_WINDOW = 256  # keys, up to head_dim 128: in the fused form, four backwards took 1 to 15 % longer
 _SHORT_SEQUENCE = 512
+# The time of a step of 64 keys, of one of 128. Where lengths or segments hide steps, small blocks gain less.
+_SMALL_BLOCK, _SMALL_BLOCK_HIDDEN, _SMALL_BLOCK_OF_NARROW = 0.72, 0.86, 0.88
 _MOST_UNEVEN = 16  # parts that need not divide the heads
 _UNEVEN_GAIN = 0.03  # least estimated one of causal calls; below it, uneven parts took up to 3 % longer on one H200
 # Registers for accumulators per consumer thread, by consumer warpgroups: all but 32, which addresses and a tile's
@@ -68,15 +70,43 @@ def heuristic(call: AttentionCall) -> BackwardParams:
     """Return good parameters for `call`: the best, or nearly the best, on the measured shapes."""
     wide = max(padded_dim(call.query[3]), padded_dim(call.value[3]))
     if call.deterministic:  # the fused form adds up dQ in memory, in nondeterministic order
-        choices = [_split(2, 2), _split(2, 1), _split(1, 1)]
-        choices[:0] = [
-            dataclasses.replace(params, division="keys", kv_stages=2) for params in choices[:2] if wide <= 128
-        ]
+        choices = _divided_by_products()
+        choices[:0] = [dataclasses.replace(params, division="keys") for params in choices[:2] if wide <= 128]
     else:
         choices = _narrow(call) if wide <= 64 else _medium(call) if wide <= 128 else _wide(call)
     fitting = [params for params in choices if params_fault(call, params) is None]
-    params = fitting[0] if fitting else space(call)[0]
+    params = _in_parts(call, fitting[0] if fitting else space(call)[0])
+    return _with_small_blocks(call, params)
+
+
+def _in_parts(call: AttentionCall, params: BackwardParams) -> BackwardParams:
     return dataclasses.replace(params, head_parts=_heuristic_parts(backward_problem(call), params))
+
+
+def _with_small_blocks(call: AttentionCall, params: BackwardParams) -> BackwardParams:
+    """Return the parameters, with half as many keys or queries in a block of threads if large blocks are too few."""
+    problem = backward_problem(call)
+    if params.form == "split":
+        return dataclasses.replace(params, q_warpgroups=_query_warpgroups(problem)[0])
+    if params.keys == 64:
+        return params
+    narrow = max(problem.head_dim, problem.value_dim) <= 64
+    small = BackwardParams(warpgroups=1) if narrow else BackwardParams(division="products")
+    if params_fault(call, small) is not None:
+        return params
+    small = _in_parts(call, small)
+    hides = problem.key_lengths or problem.segments
+    # Of 29 gradients on one H200, 15 were faster with small blocks, by up to 38 %; this finds the faster size of 26,
+    # and loses 8 % at worst.
+    time = _SMALL_BLOCK_OF_NARROW if narrow else _SMALL_BLOCK_HIDDEN if hides else _SMALL_BLOCK
+    return small if time * _time(problem, small) < _time(problem, params) else params
+
+
+def _query_warpgroups(problem: BackwardProblem) -> tuple[int, ...]:
+    """Return the values of `q_warpgroups` to measure, the best first."""
+    # With a multiprocessor for each block of 64 queries, 91 us instead of 108 at D192, and 108 instead of 128 at D256.
+    few = problem.batch * problem.heads * -(-problem.queries // 64) <= MULTIPROCESSORS
+    return (1, 2) if few else (2,)
 
 
 def _narrow(call: AttentionCall) -> list[BackwardParams]:
@@ -107,18 +137,18 @@ def _medium(call: AttentionCall) -> list[BackwardParams]:
         # instead of 114 at D120, 76 instead of 87 at D72 in a window of 64; but at D112 in one of 256, 234 instead of
         # 224. With one head: 115 instead of 115, 217 instead of 207.
         shared = call.query[2] >= 4 * call.key[2] and (call.query[3] > 112 or window < 2 * _SHORT_WINDOW - 1)
-        return [dataclasses.replace(_split(2, 2), division="products" if shared else "keys", kv_stages=2), *choices]
+        return [dataclasses.replace(_split(2, 2), division="products" if shared else "keys"), *choices]
     if _is_short_and_causal(call):
-        return [dataclasses.replace(_split(2, 2), division="keys", kv_block=128, kv_stages=2), *choices]
+        return [dataclasses.replace(_split(2, 2), division="keys", kv_block=128), *choices]
     return choices
 
 
 def _wide(call: AttentionCall) -> list[BackwardParams]:
     """Return parameters for more than 128 columns, the best first."""
     head_dim, value_dim = padded_dim(call.query[3]), padded_dim(call.value[3])
-    choices = [_split(2, 2), _split(2, 1), _split(1, 1)]
+    choices = _divided_by_products()
     if head_dim + value_dim <= 320:
-        choices = [dataclasses.replace(_split(2, 2), kv_stages=2), BackwardParams(division="products"), _split(2, 1)]
+        choices.insert(1, BackwardParams(division="products"))
     if value_dim <= head_dim:
         return choices
     # Fused: 1,187 us instead of 1,741 at D64/184, 1,164 instead of 1,762 at D40/136, and by products 1,470 instead of
@@ -133,9 +163,11 @@ def _is_short_and_causal(call: AttentionCall) -> bool:
     """Return whether the split form is faster for heads of 72 to 128 columns, as few queries see each block of keys.
 
     Causal, 256 queries: 342 us instead of 421 at D128. 512: 442 instead of 458, 385 instead of 501 at D96, and 369
-    instead of 483 with 4 heads for each key head. But 768: 313 instead of 304, and without a mask 550 instead of 537.
+    instead of 483 with 4 heads for each key head. But 768: 313 instead of 304, and without a mask 550 instead of 537;
+    and with 64 blocks of 64 keys 29 instead of 21.
     """
-    return call.rules.right == 0 and call.bias is None and call.query[1] <= _SHORT_SEQUENCE
+    few = call.query[0] * call.query[2] * -(-call.key[1] // 64) <= MULTIPROCESSORS
+    return call.rules.right == 0 and call.bias is None and call.query[1] <= _SHORT_SEQUENCE and not few
 
 
 def _is_fused_in_window(call: AttentionCall) -> bool:
@@ -151,7 +183,7 @@ def _is_fused_in_window(call: AttentionCall) -> bool:
 def space(call: AttentionCall) -> tuple[BackwardParams, ...]:
     """Return the search space of `call`."""
     wide = max(padded_dim(call.query[3]), padded_dim(call.value[3]))
-    by_products = ("products", 2, 64)
+    by_products, problem = ("products", 2, 64), backward_problem(call)
     divisions = [("keys", 2, 128), ("keys", 2, 64), ("keys", 1, 64)] if wide <= 64 else [("keys", 2, 64), by_products]
     found = []
     for division, warpgroups, q_block in divisions:
@@ -159,9 +191,10 @@ def space(call: AttentionCall) -> tuple[BackwardParams, ...]:
         fused = [dataclasses.replace(first, q_stages=a, dout_stages=b) for a, b in ((2, 2), (2, 1), (1, 1), (3, 3))]
         found += fused
         found += [
-            dataclasses.replace(params, form="split", kv_block=keys, kv_stages=stages, q_warpgroups=2)
+            dataclasses.replace(params, form="split", kv_block=keys, kv_stages=stages, q_warpgroups=count)
             for params in fused[:2]
             for keys, stages in ((64, 2), (128, 2), (64, 1))
+            for count in _query_warpgroups(problem)
         ]
     found = [dataclasses.replace(params, head_parts=parts) for params in found for parts in _tried_parts(call, params)]
     return tuple(params for params in found if params_fault(call, params) is None)
@@ -183,20 +216,22 @@ def _parts(problem: BackwardProblem, *, uneven: bool) -> tuple[int, ...]:
 
 def _heuristic_parts(problem: BackwardProblem, params: BackwardParams) -> int:
     """Return the parts with the shortest estimated time."""
-    rules, hides = problem.rules, problem.key_lengths or problem.segments
+    uneven = not (problem.key_lengths or problem.segments) and problem.rules.left is None
+    return min(
+        _parts(problem, uneven=uneven), key=lambda parts: _time(problem, dataclasses.replace(params, head_parts=parts))
+    )
 
-    def estimate(parts: int) -> float:
-        changed = dataclasses.replace(params, head_parts=parts)
-        if hides:
-            return hidden_time(problem, changed)
-        if rules.left is not None:
-            return window_time(problem, changed)
-        if rules.right is None:
-            return full_time(problem, changed)
-        time = order_of(problem, changed).time
-        return time if problem.heads_per_group % parts == 0 else (1 + _UNEVEN_GAIN) * time
 
-    return min(_parts(problem, uneven=not hides and rules.left is None), key=estimate)
+def _time(problem: BackwardProblem, params: BackwardParams) -> float:
+    """Return the estimated time of the first kernel, in steps of one block of keys."""
+    if problem.key_lengths or problem.segments:
+        return hidden_time(problem, params)
+    if problem.rules.left is not None:
+        return window_time(problem, params)
+    if problem.rules.right is None:
+        return full_time(problem, params)
+    time = order_of(problem, params).time
+    return time if problem.heads_per_group % params.head_parts == 0 else (1 + _UNEVEN_GAIN) * time
 
 
 def _arguments_reason(call: AttentionCall) -> str | None:
@@ -279,6 +314,13 @@ def _register_fault(problem: BackwardProblem, params: BackwardParams) -> str | N
     return None
 
 
+def _divided_by_products() -> list[BackwardParams]:
+    """Return parameters of the split form for wide heads, the best first."""
+    # Two stages of keys: of 14 gradients at D136 to D256, each was 10 to 24 % faster than with one.
+    once = [dataclasses.replace(_split(*stages), kv_stages=1) for stages in ((2, 2), (2, 1), (1, 1))]
+    return [_split(2, 2), _split(2, 1), *once]
+
+
 def _split(q_stages: int, dout_stages: int) -> BackwardParams:
     return BackwardParams(
         form="split",
@@ -286,6 +328,6 @@ def _split(q_stages: int, dout_stages: int) -> BackwardParams:
         q_stages=q_stages,
         dout_stages=dout_stages,
         kv_block=64,
-        kv_stages=1,
+        kv_stages=2,
         q_warpgroups=2,
     )

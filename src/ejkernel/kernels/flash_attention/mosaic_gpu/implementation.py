@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._hopper import MULTIPROCESSORS
 from ejkernel.kernels.flash_attention.common import (
     AttentionCall,
     AttentionImplementation,
@@ -23,11 +22,10 @@ from . import backward_support, forward_support, wide_support
 from .choice import expected_gain
 from .launch import backward, forward
 from .params import BackwardParams, ForwardParams
+from .plan import ROWS
 from .single import forward_of_single
 from .slices import backward_in_slices, slice_of, slicing_reason
 
-_LEAST_QUERIES = 256
-_LEAST_KEYS = MULTIPROCESSORS * 128  # of all heads together: one block of threads per multiprocessor
 _ROUNDED = (None, "default", "fastest", "bfloat16", "tensorfloat32")  # values of `jax_default_matmul_precision`
 
 
@@ -58,12 +56,10 @@ class MosaicGpu(AttentionImplementation):
         # Never slower than cuDNN in `benchmarks/attention.py`.
         if call.dtype == "float32" or call.bias is not None or call.attention_mask is not None or call.segments:
             return 1
-        batch, queries, heads = call.query[:3]
         if wide_support.is_wide(call):
             return 1  # cuDNN runs no such heads
-        # Not in the grid: a block of threads owns keys of one head, so with few keys most of the chip is idle.
-        if queries < _LEAST_QUERIES or (call.backward and batch * heads * call.key[1] < _LEAST_KEYS):
-            return 0
+        if call.query[1] < ROWS:
+            return 0  # not in the grid: rows of a tile are empty
         return int(expected_gain(call) > 0)
 
     def heuristic(self, call: AttentionCall) -> ForwardParams | BackwardParams:
