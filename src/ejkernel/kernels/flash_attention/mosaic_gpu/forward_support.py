@@ -114,6 +114,9 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
     def persistence(query_buffers: int, persistent: bool) -> bool:
         return persistent or query_buffers == 1
 
+    def turns(ping_pong: bool, warpgroups: int) -> bool:
+        return warpgroups > 1 or not ping_pong
+
     either = (False, True)
     # The heuristic is in the space, even if it is a fallback.
     few = heuristic(call)
@@ -121,7 +124,7 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
         {
             "kv_block": tuple(sorted({few.kv_block, *(size for size in _KV_BLOCKS if size < call.key[1] + 32)})),
             "stages": tuple(sorted({few.stages, 2, 3})),
-            "warpgroups": tuple(sorted({few.warpgroups, 2, 3})),
+            "warpgroups": (1, 2) if few.warpgroups == 1 else (2, 3),
             "ping_pong": either,
             "persistent": either,
             "query_buffers": (1, 2),
@@ -131,7 +134,7 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
             "fma_columns": tuple({few.fma_columns: None, 0: None}),
             "align_keys": either if _has_unaligned_rows(call) else (False,),
         },
-        constraints=(memory, registers, packing, persistence),
+        constraints=(memory, registers, packing, persistence, turns),
         build=ForwardParams,
     )
 
