@@ -88,7 +88,7 @@ def _with_small_blocks(call: AttentionCall, params: BackwardParams) -> BackwardP
     problem = backward_problem(call)
     if params.form == "split":
         return dataclasses.replace(params, q_warpgroups=_query_warpgroups(problem)[0])
-    if params.keys == 64:
+    if params.keys == 64 or key_blocks(problem, params) * params.head_parts > 2 * MULTIPROCESSORS:
         return params
     narrow = max(problem.head_dim, problem.value_dim) <= 64
     small = BackwardParams(warpgroups=1) if narrow else BackwardParams(division="products")
