@@ -335,27 +335,22 @@ def widely_drawn_names(seed: int, count: int, kinds: Sequence[str] = KINDS) -> l
 
 def small_names(seed: int, count: int) -> list[str]:
     """Return names of random calls with few tiles: most multiprocessors of a GPU would have none, or one."""
-    rng, names = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
+    names: list[str] = []
     while len(names) < count:
         dim = int(rng.choice((64, 128, 256))) if rng.random() < 0.3 else _multiple_of_8(rng, 256)
         groups = int(rng.choice((1, 2, 4, 8)))
         heads = (groups * int(rng.choice((1, 1, 4))), groups)
         short = rng.random() < 0.25
-        seq = int(rng.integers(40, 256)) if short else int(rng.choice((512, 1024, 2048, 4096, rng.integers(256, 6000))))
+        usual = [512, 1024, 2048, 4096, int(rng.integers(256, 6000))] if not short else [int(rng.integers(40, 256))]
+        seq = int(rng.choice(usual))
         batch = int(rng.choice((1, 1, 2, 4)))
         window = int(rng.choice((128, 512))) if rng.random() < 0.15 and seq >= 1024 else None
         causal = window is not None or bool(rng.random() < 0.5)
         lengths = not causal and bool(rng.random() < 0.3)
-        case = Case(
-            batch=batch,
-            seq=seq,
-            heads=heads,
-            dims=(dim, dim),
-            causal=bool(causal),
-            window=window,
-            lengths=bool(lengths),
-        )
         if batch * heads[0] * -(-seq // 64) <= 4 * 132:
+            dims = (dim, dim)
+            case = Case(batch=batch, seq=seq, heads=heads, dims=dims, causal=causal, window=window, lengths=lengths)
             names.append(words_of(case))
     return names
 

@@ -111,12 +111,6 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
         plan = forward_plan(call, ForwardParams(pack_heads=pack_heads, warpgroups=warpgroups))
         return _packing_fault(plan, call) is None
 
-    def persistence(query_buffers: int, persistent: bool) -> bool:
-        return persistent or query_buffers == 1
-
-    def turns(ping_pong: bool, warpgroups: int) -> bool:
-        return warpgroups > 1 or not ping_pong
-
     either = (False, True)
     # The heuristic is in the space, even if it is a fallback.
     few = heuristic(call)
@@ -134,9 +128,17 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
             "fma_columns": tuple({few.fma_columns: None, 0: None}),
             "align_keys": either if _has_unaligned_rows(call) else (False,),
         },
-        constraints=(memory, registers, packing, persistence, turns),
+        constraints=(memory, registers, packing, _persistence, _turns),
         build=ForwardParams,
     )
+
+
+def _persistence(query_buffers: int, persistent: bool) -> bool:
+    return persistent or query_buffers == 1
+
+
+def _turns(ping_pong: bool, warpgroups: int) -> bool:
+    return warpgroups > 1 or not ping_pong
 
 
 def _has_unaligned_rows(call: AttentionCall) -> bool:
