@@ -210,8 +210,8 @@ def _identity(key: ConfigKey, call: Any, provenance: Any) -> dict[str, Any]:
 
 def _source(search: StoredSearch, entry: StoredEntry | None) -> str:
     """Return where the configuration of a search is now."""
-    if not search.was_saved:
-        return f"not saved: {search.not_saved or search.progress.in_words}"
+    if search.not_saved:
+        return f"not saved: {search.not_saved}"
     if entry is None:
         return "saved by this search, but the entry is gone"
     return _place(entry) if search.stays is None else "saved by this search, but replaced since"
@@ -222,8 +222,7 @@ def _of_history(history: CallHistory, measure_peak: bool) -> CallReport:
     found = _of_search(search, measure_peak, _source(search, entry))
     notes = []
     if search is not newest:
-        result = newest.not_saved or newest.in_a_word
-        notes.append(f"a newer search, measured {time_in(newest.provenance)}, saved nothing: {result}")
+        notes.append(f"a newer search, measured {time_in(newest.provenance)}, saved nothing: {newest.not_saved}")
     if entry is not None and history.behind is None:
         # Times and throughput of the search's winner are not those of the saved configuration.
         found = dataclasses.replace(found, **_saved(entry), after_range=None, throughput=(), time=entry.time)

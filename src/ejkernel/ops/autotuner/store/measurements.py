@@ -82,7 +82,7 @@ class CallHistory:
     @property
     def behind(self) -> StoredSearch | None:
         """The newest search that saved the configuration in force; `None` if its file is not here."""
-        return next((one for one in self.searches if one.was_saved and one.stays is None and self.entry), None)
+        return next((one for one in self.searches if not one.not_saved and one.stays is None and self.entry), None)
 
     @property
     def shown(self) -> StoredSearch:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -196,7 +195,7 @@ class Findings(Shown):
         if found is None or found.came_out != CameOut.WINS or not found.is_confirmation:
             return None
         is_winner = are_same(found.challenger, self.winner.config)
-        return found.comparison.speedup if is_winner and 0 < found.comparison.speedup < math.inf else None
+        return found.comparison.speedup if is_winner and found.comparison.speedup > 0 else None
 
     @property
     def _has_several_calls(self) -> bool:
@@ -309,10 +308,7 @@ class AutotuneData(Findings):
             "checked": list(self.checked),
             "input_sets": self.input_sets,
             "confidence": None if self.confidence is None else round(self.confidence, 4),
-            "interrupted": self.interrupted,
-            "undecided": self.undecided,
             "standing": None if self.challenge is None else self.challenge.data(),
-            "skipped": sum(outcome.status == Status.SKIPPED for outcome in self.outcomes),
             "failures": failures,
             "rule_fault": self.rule_fault,
             **self._cases_data(),
