@@ -344,11 +344,6 @@ def test_processes_that_save_at_once_keep_all(folder):
     assert {round(seconds_of(search)[1]) for search in MeasurementStore(folder).searches()} == {1, 2, 3}
 
 
-def test_a_custom_tuner_need_not_return_a_search(store, folder):
-    store.save(object())
-    assert not folder.exists()
-
-
 def test_without_a_folder_searches_stay_in_memory_with_one_warning(tmp_path):
     (tmp_path / "file").write_text("")
     cache = PersistentCache(tmp_path / "file", shipped=False, clock=Clock())
@@ -553,7 +548,7 @@ class Tuner:
     def __init__(self, times):
         self.times, self.given = times, []
 
-    def tune(self, inv, kernel, *, policy=None, progress=None, candidates=None, records=()):
+    def tune(self, inv, kernel, *, records=(), **options):
         self.given.append(list(records))
         return searched(inv, self.times)
 
@@ -577,15 +572,6 @@ def test_a_chain_without_a_persistent_cache_has_no_store():
     chain = ConfigSelectorChain(autotune=True, tuner=Tuner({Tile(1): 1.0}))
     assert chain.store is None
     assert chain.resolve(call(), DOUBLE).source == "autotune"
-
-
-def test_a_tuner_that_takes_no_records_is_given_none(cache):
-    class Older(Tuner):
-        def tune(self, inv, kernel, *, policy=None):
-            return searched(inv, self.times)
-
-    chain = ConfigSelectorChain(persistent=cache, autotune=True, tuner=Older({Tile(1): 1.0}))
-    assert [chain.resolve(call(rows=rows), DOUBLE).source for rows in (1, 2)] == ["autotune"] * 2
 
 
 def test_a_chain_s_store_follows_its_cache(cache, tmp_path):

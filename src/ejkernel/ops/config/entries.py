@@ -224,17 +224,11 @@ def read_at(
     return parsed(raw, Path(file) if isinstance(file, (str, Path)) else None)
 
 
-def saved_in(
-    persistent: Any, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]
-) -> Iterator[tuple[Any, StoredEntry | None]]:
-    """Yield the configurations of a call in a cache with their entries; a user-defined cache may have no entries."""
+def saved_in(persistent: Any, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Iterator[tuple[Any, StoredEntry]]:
+    """Yield the configurations of a call in a `PersistentCache` with their entries."""
     if kernel.config_type is None:  # its entries name the type
         note_type_of_heuristic(inv, kernel)
-    found = getattr(persistent, "found", None)
-    if found is not None:
-        yield from found(inv.key, kernel.config_type)
-    elif (config := persistent.get(inv.key, cfg_type=kernel.config_type)) is not None:
-        yield config, None
+    yield from persistent.found(inv.key, kernel.config_type)
 
 
 @or_unusable()
@@ -364,7 +358,7 @@ def text_of_differences(found: tuple[Difference, ...]) -> str:
 
 def standing(
     policy: StalePolicy,
-    entry: StoredEntry | None,
+    entry: StoredEntry,
     kernel: Kernel[Any, Any],
     inv: Invocation[Any, Any],
     *,
@@ -374,13 +368,11 @@ def standing(
 
     Args:
         policy: The action for each difference: another JAX, jaxlib, driver or search space.
-        entry: The saved entry of the call; without one (`None`) the answer is `("use", "")`.
+        entry: The saved entry of the call.
         kernel: The kernel of the call.
         inv: The call.
         look: Whether to compare search spaces even if that cannot change the action.
     """
-    if entry is None:
-        return "use", ""
     looks = (look or policy.space != "use") and measured_with(entry)["space"] != UNKNOWN
     found = differences(entry, space_digest(kernel, inv) if looks else None)
     return policy.action(difference.field for difference in found), text_of_differences(found)

@@ -124,8 +124,8 @@ class MeasurementStore(Shown):
     def __repr__(self) -> str:
         return f"MeasurementStore({self.cache!r})"
 
-    def save(self, data: AutotuneData | object) -> None:
-        """Store a search; results of custom tuners that are no `AutotuneData` are ignored.
+    def save(self, data: AutotuneData) -> None:
+        """Store a search.
 
         A search too large to be read again is dropped with a `CacheWarning`. If the folder cannot be written, the
         search stays in this object, with one `CacheWarning` per cache.
@@ -133,8 +133,6 @@ class MeasurementStore(Shown):
         Raises:
             SerializationError: A configuration has no JSON form.
         """
-        if not isinstance(data, AutotuneData):
-            return
         now = self.cache.clock()
         whole = dataclasses.replace(data, program=self.program, times=self.times.get(data.key, 0))
         text = dump(whole, provenance(data.key, now))
