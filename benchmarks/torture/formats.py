@@ -119,7 +119,7 @@ class Readers:
     def machine_code(self, raw: bytes) -> Any:
         """Read a bundle with this program in it."""
         (self.files.bundle / "manifest.json").write_bytes(self._manifest)
-        (self.files.bundle / "000-0000.bin").write_bytes(raw)
+        self.files.code.write_bytes(raw)
         found = [program for call in read_bundle(self.files.bundle) for program in call.programs]
         return [(config, _code_of(program)) for config, program in found]
 
@@ -233,7 +233,7 @@ def _others(files: Files, readers: Readers) -> Iterator[Format]:
     yield Format(name="pack", originals=(files.pack.read_bytes(),), read=readers.pack, declared=_UNUSABLE)
     yield Format(
         name="machine code",
-        originals=((files.bundle / "000-0000.bin").read_bytes(),),
+        originals=(files.code.read_bytes(),),
         read=readers.machine_code,
         declared=(ConfigError,),
         in_parts=True,
