@@ -139,9 +139,7 @@ def calls_of(store: PersistentCache, *, measure_peak: bool = False, newest: int 
             for search, entry in chosen
         ]
     else:
-        alone = [
-            entry for _, entry in store.entries() if isinstance(entry.key, ConfigKey) and entry.key not in histories
-        ]
+        alone = [entry for key, entry in store.entries() if key not in histories]
         found = [_of_history(history, measure_peak) for history in histories.values()]
         found += [CallReport(**_identity(one.key, one.call, one.provenance), **_saved(one)) for one in alone]
     return sorted(_with_shares(found), key=lambda call: (call.op, call.device, call.arguments, call.call))

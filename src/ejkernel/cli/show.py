@@ -16,7 +16,7 @@ from ejkernel.ops.autotuner.trials.challenge import CPU
 from ejkernel.ops.autotuner.trials.programs import Outcome, programs
 from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState, stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import in_microseconds
-from ejkernel.ops.config.entries import StoredEntry, key_cells, time_in
+from ejkernel.ops.config.entries import StoredEntry, time_in
 from ejkernel.ops.config.persistent import PersistentCache, fault_of
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
@@ -90,19 +90,17 @@ def run_show_entries(cache: Path | None, prefix: str, as_json: bool) -> None:
         click.echo("\n\n".join(map(_in_full, entries)))
 
 
-def none_begins(place: object, what: str, prefixes: Sequence[str], keys: Sequence[Any]) -> ConfigError:
+def none_begins(place: object, what: str, prefixes: Sequence[str], keys: Sequence[ConfigKey]) -> ConfigError:
     """Return the error that none of `keys`, in `place`, begins with all `prefixes`; `what` they are."""
-    names = {key.op.partition("@")[0] for key in keys if isinstance(key, ConfigKey)}
+    names = {key.op.partition("@")[0] for key in keys}
     starts = " and ".join(map(repr, prefixes))
     text = f"{place} has no {what} whose key or operation starts with {starts}"
     suggestions = (did_you_mean(prefix.rpartition(":")[0] or prefix, names) for prefix in prefixes)
     return ConfigError(f"{text}{next(filter(None, suggestions), '')}")
 
 
-def begins(key: Any, prefix: str) -> bool:
+def begins(key: ConfigKey, prefix: str) -> bool:
     """Return whether a call's key, or its operation, or `operation:key`, starts with `prefix`."""
-    if not isinstance(key, ConfigKey):
-        return False
     op, separator, call = prefix.rpartition(":")
     if separator and op in (key.op, key.op.partition("@")[0]):
         return key.call.startswith(call)
@@ -111,7 +109,7 @@ def begins(key: Any, prefix: str) -> bool:
 
 def _cells(entry: StoredEntry) -> tuple[str, ...]:
     return (
-        *key_cells(entry.key),
+        *entry.key,
         arguments(entry.call),
         compact(entry.config),
         _result_of(entry),

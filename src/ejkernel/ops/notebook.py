@@ -16,8 +16,9 @@ from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry, before
 from ejkernel.ops.autotuner.trials.status import SearchState, stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import SearchView, view_of
 from ejkernel.ops.config.cache import ConfigCache, Consulted, Resolution
-from ejkernel.ops.config.entries import key_cells, time_in
+from ejkernel.ops.config.entries import time_in
 from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.execution.explain import Explanation, Explanations
 from ejkernel.ops.implementation import OperationConfig
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
@@ -171,7 +172,7 @@ def _(whys: Explanations) -> list[_Section]:
 @_sections.register
 def _(cache: ConfigCache) -> list[_Section]:
     items = cache.items()
-    rows = ((*key_cells(key), compact(config)) for key, config in items)
+    rows = ((*(key if isinstance(key, ConfigKey) else ("", "", key)), compact(config)) for key, config in items)
     header = ("Device", "Operation", "Call", "Configuration")
     title = f"{_counted_rows(len(items), 'configuration')} in memory"
     return [_Section(title=title, header=header, rows=_rows(rows))]
@@ -182,7 +183,7 @@ def _(cache: PersistentCache) -> list[_Section]:
     found = [entry for _, entry in cache.entries()]
     rows = (
         (
-            *key_cells(entry.key),
+            *entry.key,
             arguments(entry.call),
             compact(entry.config),
             stored_in_brief(entry.measured, entry.speedup),

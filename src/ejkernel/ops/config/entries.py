@@ -26,12 +26,10 @@ from typing import Any, Final, NamedTuple
 from ejkernel.ops.config._files import (
     UnusableError,
     driver_of,
-    identity,
     location,
     or_unusable,
     provenance,
     read_file,
-    restored_key,
     version,
     warn_of,
 )
@@ -58,7 +56,7 @@ class StoredEntry:
     """One entry as stored in its file.
 
     Attributes:
-        key: The key of the entry, usually a `ConfigKey`.
+        key: The key of the entry.
         config: The configuration as plain JSON data.
         config_type: `module.Qualname` of the configuration's class, or `json` for plain data.
         call: The abstract call as plain data, if given.
@@ -67,7 +65,7 @@ class StoredEntry:
         path: The file; `None` for an entry of a shared cache and for an unwritable entry held in memory.
     """
 
-    key: Any
+    key: ConfigKey
     config: Any
     config_type: str
     call: Any
@@ -113,16 +111,12 @@ def time_in(provenance: Mapping[str, Any]) -> str:
     return printable(provenance.get("time", "-"))[:16].replace("T", " ")
 
 
-def key_cells(key: object) -> tuple[str, str, str]:
-    """Return device, operation and call of a key for a table; only a `ConfigKey` has the first two."""
-    return key if isinstance(key, ConfigKey) else ("", "", str(key))
-
-
+_KEY: Final = frozenset(ConfigKey._fields)
 _FIELDS: Final = {"schema", *(field.name for field in dataclasses.fields(StoredEntry))} - {"path"}  # of a file
 
 
 def new_entry(
-    key: object, cfg: object, call: object, measured: Mapping[str, object] | None, time: datetime.datetime
+    key: ConfigKey, cfg: object, call: object, measured: Mapping[str, object] | None, time: datetime.datetime
 ) -> StoredEntry:
     """Return an entry with the provenance of this process.
 
@@ -167,7 +161,7 @@ def entry_of(data: dict[str, Any], path: Path | None = None) -> StoredEntry:
     fields = {name: value for name, value in data.items() if name != "schema"}
     if not _is_entry(data):
         from_plain(fields, StoredEntry)  # raises an error that names the wrong field
-    return StoredEntry(**fields | {"key": restored_key(data["key"]), "path": path})
+    return StoredEntry(**fields | {"key": ConfigKey(**data["key"]), "path": path})
 
 
 def read_entry(file: Path) -> StoredEntry | None:
@@ -176,33 +170,30 @@ def read_entry(file: Path) -> StoredEntry | None:
     Raises:
         UnusableError: The entry is not usable.
     """
-    found = found_entry(file.name, file)
-    return None if found is None else found[1]
+    return found_entry(file.name, file)
 
 
-def check_key(entry: StoredEntry, canonical: str) -> None:
-    """Check that an entry belongs to the key with this `identity`.
+def check_key(entry: StoredEntry, key: ConfigKey) -> None:
+    """Check that an entry belongs to a key.
 
     Raises:
         UnusableError: The entry belongs to another key.
     """
     # A file name holds only eight digits of the key's digest, and a user may have renamed the file.
-    if identity(entry.key) != canonical:
+    if entry.key != key:
         raise UnusableError(f"it holds another key: {describe(entry.key)}")
 
 
-def found_entry(name: str, place: Traversable | str) -> tuple[str, StoredEntry] | None:
-    """Return `(identity of its key, entry)` for a file of that name; `None` if the file is gone.
+def found_entry(name: str, place: Traversable | str) -> StoredEntry | None:
+    """Return the entry of a file of that name; `None` if the file is gone.
 
     Raises:
         UnusableError: The entry is not usable, or its key belongs to another file name.
     """
     entry = read_at(place)
-    if entry is None:
-        return None
-    if location(entry.key)[-1] != name:
+    if entry is not None and location(entry.key)[-1] != name:
         raise UnusableError(f"it holds another key: {describe(entry.key)}")
-    return identity(entry.key), entry
+    return entry
 
 
 def read_at(
@@ -246,6 +237,9 @@ def _is_entry(data: Mapping[str, object]) -> bool:
     return (
         data.keys() == _FIELDS
         and type(data["config_type"]) is str
+        and type(data["key"]) is dict
+        and data["key"].keys() == _KEY
+        and all(type(part) is str for part in data["key"].values())
         and type(data["provenance"]) is dict
         and (data["measured"] is None or type(data["measured"]) is dict)
     )
@@ -298,7 +292,7 @@ def shipped_config(key: ConfigKey, cfg_type: object, folder: Traversable = _SHIP
         entry = read_at(folder.joinpath(*location(key)), follow_links=True)  # some installers link files
         if entry is None:
             return None
-        check_key(entry, identity(key))
+        check_key(entry, key)
         return Shipped(decoded(entry, cfg_type), entry)
     except UnusableError as error:
         warn_of(f"{key.call} of {folder}", error)
@@ -344,8 +338,7 @@ def differences(entry: StoredEntry, space: str | None = None) -> tuple[Differenc
         entry: The entry.
         space: The digest of the kernel's current search space for the call; `None` if unknown.
     """
-    device = getattr(entry.key, "device", None)
-    here = {"jax": version("jax"), "jaxlib": version("jaxlib"), "driver": driver_of(device), "space": space}
+    here = {"jax": version("jax"), "jaxlib": version("jaxlib"), "driver": driver_of(entry.key.device), "space": space}
     asked = [name for name in here if here[name] is not None]
     said = measured_with(entry)
     return tuple(Difference(name, said[name], here[name]) for name in asked if said[name] not in (UNKNOWN, here[name]))

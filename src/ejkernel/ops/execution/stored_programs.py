@@ -78,8 +78,8 @@ def _configurations(call: Call, chain: ConfigSelectorChain[Any, Any]) -> Iterato
     found = {key: (entry.config_type, entry.config) for key, entry in stored}
     for key, config in chain.cache.items():
         known = chain.cache.remembered(key)
-        if known is not None and not known.tier.is_provisional:
+        if isinstance(key, ConfigKey) and known is not None and not known.tier.is_provisional:
             found[key] = (type_name(config), to_data(config))
     # Names of derived operations start with the kernel's name. An unrelated match only costs a compilation.
-    own = {key: value for key, value in found.items() if isinstance(key, ConfigKey) and key.op.startswith(op)}
+    own = {key: value for key, value in found.items() if key.op.startswith(op)}
     yield from sorted(f"{key}: {name} {stable_json(data)}" for key, (name, data) in own.items())

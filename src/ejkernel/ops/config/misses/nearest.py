@@ -34,11 +34,7 @@ def why_no_entry(store: PersistentCache, inv: Invocation[Cfg, Out], key: ConfigK
         return f"there is an entry that cannot be used: {printable(problem)}"
     # Include other versions of the operation, because they show that it was tuned before.
     name = key.op.rpartition("@v")[0]
-    known = [
-        (other, entry.call)
-        for other, entry in store.entries(name)
-        if isinstance(other, ConfigKey) and other.op.rpartition("@v")[0] == name
-    ]
+    known = [(other, entry.call) for other, entry in store.entries(name) if other.op.rpartition("@v")[0] == name]
     same = [other for other, _ in known if other.call == key.call]
     if same:
         others = [_elsewhere(other, key) for other in same]
