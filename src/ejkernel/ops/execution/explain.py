@@ -235,8 +235,7 @@ def _search_of(chooser: object, key: ConfigKey | None) -> dict[str, Any]:
 
 def _command_for(search: StoredSearch) -> str:
     """Return the command that prints the candidates of a search."""
-    if search.path is None:
-        return "in this process only, because the cache cannot be written"
+    assert search.path is not None  # it was loaded from a file
     folder = search.path.parents[2]
     usual = folder in tuple(PersistentCache().folders())
     place = "" if usual else f" --cache {shlex.quote(str(folder))}"

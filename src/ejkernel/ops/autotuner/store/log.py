@@ -60,7 +60,7 @@ class StoredSearch(Findings):
             data in both cases.
         winner_index: The index of the winner in the outcomes.
         provenance: Device, versions and time of writing.
-        path: The file; `None` for a search held in memory because it could not be written.
+        path: The file, if it is known.
     """
 
     key: ConfigKey
