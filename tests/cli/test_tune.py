@@ -403,7 +403,7 @@ def test_results_before_an_interrupt_are_shown_and_saved(program, capsys, monkey
     monkeypatch.setattr(in_process, "TuningRun", interrupt_the_second)
     status, _, err = run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     assert status == 130
-    assert re.search(r"product .* 8.00x", err)
+    assert re.search(r"product@v0 .* 8.00x", err)
     assert "stopped" in err
     assert len(list((program / "saved").glob("*/product-v0/*.json"))) == 1
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -12,7 +12,7 @@ from typing import Final
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
 from ejkernel.ops.autotuner.trials.challenge import clock_note
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, remarks
-from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry, before_and_after
+from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry
 from ejkernel.ops.autotuner.trials.status import SearchState, stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import SearchView, view_of
 from ejkernel.ops.config.cache import ConfigCache, Consulted, Resolution
@@ -109,25 +109,12 @@ def _and_tuned(search: Findings, after: str) -> str:
 
 @_sections.register
 def _(result: AutotuningResult) -> list[_Section]:
-    tuned = {(search.key.op, search.key.call): search for search in result.searches}
-    searches = [tuned.get((entry.op_id_v, entry.call_key)) for entry in result.entries]
-    rows = [
-        (
-            entry.op_id_v,
-            "-" if search is None else arguments(search.inv.description),
-            *times,
-            "-" if search is None else search.in_a_word,
-            compact(entry.cfg),
-        )
-        for entry, search, times in zip(result.entries, searches, before_and_after(searches), strict=True)
-    ]
+    header, rows = result.table()
     views = tuple(
         (printable(f"Search of {row[0]} {row[1]}"), SearchView(**view_of(search)))
-        for row, search in zip(rows, searches, strict=True)
-        if search is not None
+        for row, search in zip(rows, result.searches, strict=False)
     )
-    header = ("Operation", "Arguments", "Heuristic", "Tuned", "Speed-up", "Configuration")
-    title = f"{_counted_rows(len(rows), 'configuration')} for {printable(result.device)}"
+    title = f"{_counted_rows(len(result.entries), 'configuration')} for {printable(result.device)}"
     return [_Section(title=title, header=header, rows=_rows(rows), searches=views[:_MOST])]
 
 
