@@ -15,7 +15,7 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, remark
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry
 from ejkernel.ops.autotuner.trials.status import SearchState, stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import SearchView, view_of
-from ejkernel.ops.config.cache import ConfigCache, Consulted, Resolution
+from ejkernel.ops.config.cache import ConfigCache, Resolution
 from ejkernel.ops.config.entries import time_in
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
@@ -126,29 +126,8 @@ def _(entry: Entry) -> list[_Section]:
 
 @_sections.register
 def _(why: Explanation) -> list[_Section]:
-    key = f"{why.key.call} on {why.key.device}" if why.key is not None else f"none: {why.key_note}"
-    split = f"split {', '.join(why.split)}" if why.split else why.split_note
-    facts = [
-        ("Configuration", "none" if why.resolution is None else f"{compact(why.config)}, from {why.source}"),
-        ("Key", key),
-        *([("Search", why.search_text), ("Candidates", why.candidates)] if why.search_text else []),
-        *([("Devices", split)] if split else []),
-        ("Label", why.label or f"none: {why.label_note}"),
-    ]
-    rows = [(tier.tier, _answer(tier), tier.note) for tier in why.tiers]
-    rows += [(name, "does not run", reason) for name, reason in why.refusals.items()]
-    return [
-        _Section(
-            title=printable(f"{why.op_id_v} {why.arguments}".rstrip()),
-            facts=tuple((name, printable(text)) for name, text in facts),
-            header=("Tier", "Answer", "Note"),
-            rows=_rows(rows),
-        )
-    ]
-
-
-def _answer(tier: Consulted) -> str:
-    return "-" if tier.resolution is None else compact(tier.resolution.config)
+    facts = tuple((name, printable(text)) for name, text in (("configuration", why.answer), *why.facts()))
+    return [_Section(title=printable(f"{why.op_id_v} {why.arguments}".rstrip()), facts=facts)]
 
 
 @_sections.register

@@ -113,6 +113,13 @@ class Explanation(Shown):
             verbose: Whether every tier has a line, also one that has no answer for the usual reason or was not asked.
             target: The name of the target that the call is explained for; empty for this device.
         """
+        lines = (f"  {name:<10} {text}" for name, text in self.facts(verbose=verbose, target=target))
+        # Keys, notes and configurations may quote files.
+        every = (f"{self.op_id_v}  {self.arguments}".rstrip(), *lines, f"  => {self.answer}")
+        return "\n".join(wrapped(printable(line), terminal_width(), indent=13) for line in every)
+
+    def facts(self, *, verbose: bool = False, target: str = "") -> list[tuple[str, str]]:
+        """Return the key, the answers of the tiers, and what else is known about the call, each with its name."""
         said = [
             ("key", f"{self.key.call} on {self.key.device}" if self.key else f"none: {self.key_note}"),
             *self._tiers(verbose),
@@ -122,10 +129,7 @@ class Explanation(Shown):
             ("devices", f"split {', '.join(self.split)}" if self.split else self.split_note),
             ("label", f"{self.label} (its name in the program's text)" if self.label else f"none: {self.label_note}"),
         ]
-        lines = [f"{self.op_id_v}  {self.arguments}".rstrip(), *(f"  {name:<10} {text}" for name, text in said if text)]
-        # Keys, notes and configurations may quote files.
-        width = terminal_width()
-        return "\n".join(wrapped(printable(line), width, indent=13) for line in (*lines, f"  => {self.answer}"))
+        return [(name, text) for name, text in said if text]
 
     def _tiers(self, verbose: bool) -> list[tuple[str, str]]:
         """Return the tiers that say something about the call, or every tier, each with its answer."""
