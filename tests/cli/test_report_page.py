@@ -22,7 +22,7 @@ from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials.challenge import Challenge
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.view import Failures, Row
-from ejkernel.ops.config.step_notes import StepNote
+from ejkernel.ops.config.entries import StepNote
 
 pytest.importorskip("jinja2", reason="jinja2 is an extra, and is not installed")
 

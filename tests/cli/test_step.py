@@ -20,7 +20,7 @@ from ejkernel.cli.step import Winner, choose
 from ejkernel.ops import PersistentCache
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
-from ejkernel.ops.config.step_notes import StepNote
+from ejkernel.ops.config.entries import StepNote
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import TuningError
 

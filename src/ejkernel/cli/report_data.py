@@ -17,9 +17,8 @@ from ejkernel.ops.autotuner.trials.challenge import CPU
 from ejkernel.ops.autotuner.trials.outcome import remarks
 from ejkernel.ops.autotuner.trials.status import SearchState, stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import SearchView, view_of
-from ejkernel.ops.config.entries import StoredEntry, time_in
+from ejkernel.ops.config.entries import StepNote, StoredEntry, time_in
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.step_notes import StepNote
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.types import ConfigKey, Cost
 from ejkernel.ops.errors import DescriptionError

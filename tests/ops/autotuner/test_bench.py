@@ -18,7 +18,7 @@ from ejkernel.ops.autotuner.bench import checking, preparation, timing
 from ejkernel.ops.autotuner.bench.oracle import Oracle
 from ejkernel.ops.autotuner.bench.preparation import Preparation
 from ejkernel.ops.autotuner.bench.timing import Timing
-from ejkernel.ops.autotuner.measure import measurement, memory
+from ejkernel.ops.autotuner.measure import measurement
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.sampling import Sampling, SamplingPlan
 from ejkernel.ops.autotuner.trials.candidates import Candidate
@@ -158,7 +158,7 @@ def test_a_candidate_that_needs_more_than_the_device_has_fails_with_both_figures
                 return x + x + (jnp.sort(jnp.arange(1000)[:, None] + x, 0)[0] >> 30)
             return x + x
 
-    monkeypatch.setattr(memory, "device_bytes", lambda: 4096)
+    monkeypatch.setattr(measurement, "device_bytes", lambda: 4096)
     _, (small, large) = prepared(Large("large"), [1, 2])
     assert small.status == "ready"
     assert large.status == "failed"

@@ -41,11 +41,10 @@ from ejkernel.ops.errors import (
     OfflineWarning,
     SerializationError,
 )
-from ejkernel.ops.execution.body import ResolvedCall, runnable, trace_with
+from ejkernel.ops.execution.body import ResolvedCall, digest_of, runnable, trace_with
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.eager import NotByEquality, Plans, Traced, is_static
 from ejkernel.ops.execution.explain import Explanation, Explanations, explain_call
-from ejkernel.ops.execution.stored_programs import digest_of
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.error_text import where
 from ejkernel.ops.utils.messages.names import frames_hidden, hide_frames

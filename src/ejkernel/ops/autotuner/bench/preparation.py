@@ -15,7 +15,7 @@ import jax
 from ejkernel.ops.autotuner.bench.checking import check
 from ejkernel.ops.autotuner.bench.oracle import Oracle
 from ejkernel.ops.autotuner.compile.threads import CompileThreads, Done, GivenUpError
-from ejkernel.ops.autotuner.measure.memory import check_room, num_bytes
+from ejkernel.ops.autotuner.measure.measurement import check_room, num_bytes
 from ejkernel.ops.autotuner.process.threads import in_callers_context
 from ejkernel.ops.autotuner.trials.candidates import (
     Candidate,

@@ -22,8 +22,7 @@ from ejkernel.ops.autotuner.trials.outcome import STORED_REASON, AutotuneData, F
 from ejkernel.ops.autotuner.trials.programs import are_same
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config._files import UnusableError, or_unusable
-from ejkernel.ops.config.entries import StoredEntry
-from ejkernel.ops.config.step_notes import StepNote
+from ejkernel.ops.config.entries import StepNote, StoredEntry
 from ejkernel.ops.core.declared_names import PLAIN, read_config, type_name
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError

@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ejkernel.ops.autotuner.measure.measurement import Measurement
-from ejkernel.ops.autotuner.measure.memory import more_bytes
+from ejkernel.ops.autotuner.measure.measurement import Measurement, more_bytes
 from ejkernel.ops.autotuner.measure.paired import MARGIN, PairedComparison, margin_of
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.trials.status import CameOut, SearchState

@@ -9,8 +9,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from ejkernel.ops.autotuner.measure.measurement import Measurement
-from ejkernel.ops.autotuner.measure.memory import more_bytes
+from ejkernel.ops.autotuner.measure.measurement import Measurement, more_bytes
 from ejkernel.ops.autotuner.measure.sampling import Case, named_cases
 from ejkernel.ops.autotuner.trials.challenge import Challenge, clock_of, is_by_another, labelled, least_lead, to_decide
 from ejkernel.ops.autotuner.trials.programs import Outcome as Outcome

@@ -14,9 +14,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
-from ejkernel.ops.config.entries import StoredEntry, differences, measured_with, text_of_differences
+from ejkernel.ops.config.entries import StepNote, StoredEntry, differences, measured_with, text_of_differences
 from ejkernel.ops.config.shared.packs import line_of
-from ejkernel.ops.config.step_notes import StepNote
 from ejkernel.ops.utils.formatting import ratio
 from ejkernel.ops.utils.storage.encode import dumps
 
