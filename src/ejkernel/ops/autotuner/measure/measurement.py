@@ -109,9 +109,6 @@ class Runner:
         function: The function; a `jax.stages.Compiled` also provides memory figures.
         argument_sets: Sets of positional arguments of equal shapes; at least one.
         case: The case of these arguments, if there are several.
-
-    Raises:
-        ConfigError: There is no set of arguments.
     """
 
     def __init__(
@@ -121,8 +118,6 @@ class Runner:
         *,
         case: Case | None = None,
     ) -> None:
-        if not argument_sets:
-            raise ConfigError("argument_sets must contain the arguments of at least one call, got none.")
         self.function = function
         self.argument_sets = tuple(tuple(arguments) for arguments in argument_sets)
         self.case = case
@@ -204,7 +199,7 @@ Measured = Callable[[], Any] | OnEach
 def interleaved(
     functions: Sequence[Measured],
     *,
-    rounds: int | None = None,
+    rounds: int = 10,
     sampling: Sampling | None = None,
     warmup: int = 2,
     stop: Callable[[], bool] = lambda: False,
@@ -218,22 +213,14 @@ def interleaved(
 
     Args:
         functions: The functions; a `Runner` adds memory figures. Either all or none are `OnEach`, with the same cases.
-        rounds: The number of samples of each function; or
+        rounds: The number of samples of each function, without `sampling`.
         sampling: The rules that decide which functions to sample, and which is the best.
         warmup: Calls of each function before its first sample.
         stop: Called between samples; returns whether to stop. Functions not sampled by then have no samples.
         on_error: Called with the index of a function that raised and the error. The function is no longer sampled
             and keeps its samples. Without it, the error is raised.
-
-    Raises:
-        ConfigError: Not exactly one of `rounds` and `sampling` is given, or `sampling` is of another number.
     """
-    if (rounds is None) == (sampling is None):
-        raise ConfigError(f"give exactly one of rounds and sampling, got rounds={rounds!r} and sampling={sampling!r}.")
-    if sampling is None:
-        sampling = Sampling(len(functions), plan=SamplingPlan.fixed(rounds or 0), incumbents=())
-    if sampling.count != len(functions):
-        raise ConfigError(f"sampling must be of {len(functions)} functions, got one of {sampling.count}.")
+    sampling = sampling or Sampling(len(functions), plan=SamplingPlan.fixed(rounds), incumbents=())
     sampler = _Sampler([_parts(function) for function in functions], sampling, stop, on_error)
     calls = sampler.warmed_up(warmup)
     # one timer for all: times of different timers do not compare
