@@ -42,8 +42,8 @@ from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config._files import UnusableError, location
-from ejkernel.ops.config.misses.nearest import why_no_entry
 from ejkernel.ops.config.misses.notes import MissedNotes
+from ejkernel.ops.config.selection import why_no_entry
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.formatting import arguments, compact
 from ejkernel.ops.utils.storage.serialize import sealed_json, sealed_lines

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import logging
 import threading
 import weakref
@@ -31,7 +32,6 @@ from ejkernel.ops.config.cache import (
 from ejkernel.ops.config.cache import Consulted as Consulted
 from ejkernel.ops.config.cache import Resolution as Resolution
 from ejkernel.ops.config.misses.faults import Faults
-from ejkernel.ops.config.misses.nearest import why_no_entry
 from ejkernel.ops.config.misses.notes import MissedNotes, command_for
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
@@ -367,3 +367,40 @@ class BareChooser(Generic[Cfg, Out]):
         """Return its only answer."""
         found = self.resolve(inv, kernel)
         return [Consulted(found.source, found)]
+
+
+def why_no_entry(store: PersistentCache, inv: Invocation[Cfg, Out], key: ConfigKey) -> str:
+    """Return why `store` has no configuration for a call: a sentence for `explain`."""
+    problem = store.problem(key, None if inv.kernel is None else inv.kernel.config_type)
+    if problem is not None:
+        return f"there is an entry that cannot be used: {printable(problem)}"
+    # Include other versions of the operation, because they show that it was tuned before.
+    name = key.op.rpartition("@v")[0]
+    known = [(other, entry.call) for other, entry in store.entries(name) if other.op.rpartition("@v")[0] == name]
+    same = [other for other, _ in known if other.call == key.call]
+    if same:
+        others = [_elsewhere(other, key) for other in same]
+        return f"no entry; this call was tuned {' and '.join(dict.fromkeys(others))}"
+    here = [call for other, call in known if other[:2] == key[:2] and isinstance(call, dict)]
+    if not here:
+        elsewhere = dict.fromkeys(_elsewhere(other, key) for other, _ in known if other[:2] != key[:2])
+        text = "other calls of the operation were tuned"
+        why = f"{text} {' and '.join(elsewhere)}" if elsewhere else store.why_nothing
+        return f"no entry; {why}" if why else "no entry"
+    mine, nearest = arguments(inv.description), max(here, key=lambda call: _likeness(inv.description, call))
+    if arguments(nearest) != mine:
+        return f"no entry; closest tuned call: {arguments(nearest)}"
+    names = {**inv.description, **nearest}.keys() - {"wiring"}  # the origin of a call is no part of its key
+    others = sorted(printable(name) for name in names if inv.description.get(name) != nearest.get(name))
+    return f"no entry; a call with these arguments and another value of {' and '.join(others)} was tuned"
+
+
+def _likeness(wanted: object, stored: object) -> float:
+    return difflib.SequenceMatcher(None, arguments(wanted), arguments(stored)).ratio()
+
+
+def _elsewhere(other: ConfigKey, key: ConfigKey) -> str:
+    """Return how a key of the same operation differs from the wanted one: in device, version, or both."""
+    version = f"as version {printable(other.op.rpartition('@v')[2])}" if other.op != key.op else ""
+    device = f"on {printable(other.device)}" if other.device != key.device else ""
+    return " ".join(part for part in (version, device) if part) or "here"

@@ -14,9 +14,8 @@ from ejkernel import compat
 from ejkernel.ops.config.agreement.agreement import agreed_before
 from ejkernel.ops.config.cache import AUTOTUNE, MEMORY, ORDER, OVERLAY, OVERRIDE, PERSISTENT, SHARED
 from ejkernel.ops.config.entries import StepNote, StoredEntry, text_of_differences
-from ejkernel.ops.config.misses.nearest import why_no_entry
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Consulted, Resolution
+from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Consulted, Resolution, why_no_entry
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import kernel_of, overrides
 from ejkernel.ops.core.transformations.nodes import Choice
