@@ -23,7 +23,7 @@ from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.types import ConfigKey, Cost
 from ejkernel.ops.errors import DescriptionError
 from ejkernel.ops.utils.error_text import printable, printable_lines
-from ejkernel.ops.utils.formatting import arguments, compact, counted
+from ejkernel.ops.utils.formatting import arguments, compact, counted, durations
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +106,16 @@ class CallReport(SearchView):
     def is_kept(self) -> bool:
         """Whether the heuristic stays, so that there is no tuned time."""
         return self.before_us is not None and self.before_us == self.after_us
+
+    @property
+    def after_in_words(self) -> str:
+        """The time of the configuration, with its interval."""
+        if self.after_us is None:
+            return "not measured"
+        if self.after_range is None:
+            return f"{durations([self.after_us / 1e6])[0]}, without enough samples for an interval"
+        time, low, high = durations(each / 1e6 for each in (self.after_us, *self.after_range))
+        return f"{time} ({low} to {high})"
 
     @property
     def counts(self) -> bool:
