@@ -79,19 +79,9 @@ class StoredEntry:
     def speedup(self) -> float | None:
         """The speedup of its configuration over the heuristic; `None` if the entry has no such figure.
 
-        It is the ratio that decided, that of the median round of the confirmation run. Earlier versions stored the
-        ratio of the median times, so `standing` counts first.
+        It is the ratio that decided, that of the median round of the confirmation run.
         """
-        measured = self.measured or {}
-        standing, cases = measured.get("standing"), measured.get("cases")
-        several = (
-            isinstance(cases, list) and len({str(case.get("call")) for case in cases if isinstance(case, dict)}) > 1
-        )
-        found = measured.get("speedup")
-        if isinstance(standing, dict) and not several and standing.get("alone") is True:
-            is_own = standing.get("verdict") == "wins" and standing.get("rival") == self.config
-            decided = standing.get("speedup")
-            found = decided if is_own and isinstance(decided, float) and decided > 0 else found
+        found = (self.measured or {}).get("speedup")
         return found if isinstance(found, float) else None
 
     def median_us(self, name: str) -> float | None:
