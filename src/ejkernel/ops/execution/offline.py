@@ -343,7 +343,7 @@ def autotune(
         `PreparedCalls`, which can be printed; no configuration changes.
     """
     function, args = unbound(function, args)
-    options = {"configs": configs, "inputs": inputs, "calls": calls, "weights": weights}
+    options: dict[str, Any] = {"configs": configs, "inputs": inputs, "calls": calls, "weights": weights}
     if isinstance(kwargs.get("target"), str | Target):
         from ejkernel.ops.execution.targeted import Preparation  # few programs prepare for another device
 
@@ -352,17 +352,7 @@ def autotune(
     if not isinstance(function, Kernel):
         _check_counts(num_warmup, num_iters)
         return tune_invocations(_chain(None), _calls_in(function, (args, kwargs), options))
-    found = autotune_kernel(
-        function,
-        *args,
-        configs=configs,
-        inputs=inputs,
-        calls=calls,
-        weights=weights,
-        num_warmup=num_warmup,
-        num_iters=num_iters,
-        **kwargs,
-    )
+    found = autotune_kernel(function, *args, **options, num_warmup=num_warmup, num_iters=num_iters, **kwargs)
     return found.searches[0].in_force
 
 
