@@ -115,7 +115,8 @@ def _(result: AutotuningResult) -> list[_Section]:
         for row, search in zip(rows, result.searches, strict=False)
     )
     title = f"{_counted_rows(len(result.entries), 'configuration')} for {printable(result.device)}"
-    return [_Section(title=title, header=header, rows=_rows(rows), searches=views[:_MOST])]
+    names = tuple(name.capitalize() for name in header)
+    return [_Section(title=title, header=names, rows=_rows(rows), searches=views[:_MOST])]
 
 
 @_sections.register
@@ -126,7 +127,7 @@ def _(entry: Entry) -> list[_Section]:
 
 @_sections.register
 def _(why: Explanation) -> list[_Section]:
-    facts = tuple((name, printable(text)) for name, text in (("configuration", why.answer), *why.facts()))
+    facts = tuple((name.capitalize(), printable(text)) for name, text in (("configuration", why.answer), *why.facts()))
     return [_Section(title=printable(f"{why.op_id_v} {why.arguments}".rstrip()), facts=facts)]
 
 
