@@ -20,7 +20,7 @@ def test_every_cell_runs_and_shows_a_table():
     values = list(pictures.shown(pictures.code_of(NOTEBOOK)))
     pieces = [value._repr_html_() for value in values if value is not None]
     assert [value is None for value in values] == [not outputs for outputs in OUTPUTS]
-    expected = ["for cpu:", "Candidates without a time", "Tier", "in "]
+    expected = ["for cpu:", "Candidates without a time", "No answer", "in "]
     assert all(text in piece for text, piece in zip(expected, pieces, strict=True))
 
 

@@ -23,7 +23,7 @@ from ejkernel.ops import AutotuningResult, ConfigKey, Entry, Invocation
 from ejkernel.ops.autotuner.compile.bundles import read_bundle
 from ejkernel.ops.autotuner.store.log import lines_of, load, load_header
 from ejkernel.ops.autotuner.trials.candidates import CodeFile, Program
-from ejkernel.ops.config._files import UnusableError, identity
+from ejkernel.ops.config._files import UnusableError
 from ejkernel.ops.config.entries import check_key, decoded, parsed
 from ejkernel.ops.config.estimates import chosen
 from ejkernel.ops.config.shared import packs
@@ -75,14 +75,13 @@ class Readers:
     def __init__(self, files: Files) -> None:
         self.files = files
         self.key = files.inv.key
-        self._identity = identity(self.key)
         self._manifest = (files.bundle / "manifest.json").read_bytes()
         self._entry = parsed(files.entry.read_bytes(), None)
 
     def entry(self, raw: bytes) -> Any:
         """Read an entry as the type that the kernel says."""
         found = parsed(raw, None)
-        check_key(found, self._identity)
+        check_key(found, self.key)
         return decoded(found, Tile)
 
     def untyped(self, raw: bytes) -> Any:
@@ -119,7 +118,7 @@ class Readers:
     def machine_code(self, raw: bytes) -> Any:
         """Read a bundle with this program in it."""
         (self.files.bundle / "manifest.json").write_bytes(self._manifest)
-        (self.files.bundle / "000-0000.bin").write_bytes(raw)
+        self.files.code.write_bytes(raw)
         found = [program for call in read_bundle(self.files.bundle) for program in call.programs]
         return [(config, _code_of(program)) for config, program in found]
 
@@ -233,7 +232,7 @@ def _others(files: Files, readers: Readers) -> Iterator[Format]:
     yield Format(name="pack", originals=(files.pack.read_bytes(),), read=readers.pack, declared=_UNUSABLE)
     yield Format(
         name="machine code",
-        originals=((files.bundle / "000-0000.bin").read_bytes(),),
+        originals=(files.code.read_bytes(),),
         read=readers.machine_code,
         declared=(ConfigError,),
         in_parts=True,

@@ -17,9 +17,11 @@ from jax import export
 
 from ejkernel.ops import ConfigKey, Invocation, Kernel, PersistentCache
 from ejkernel.ops.autotuner.compile.bundles import SCHEMA, device_and_versions
+from ejkernel.ops.autotuner.compile.programs import Programs
+from ejkernel.ops.autotuner.compile.threads import Done
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
-from ejkernel.ops.autotuner.trials.candidates import CodeFile
+from ejkernel.ops.autotuner.trials.candidates import Program
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config.estimates import EstimateFiles, Estimates, row_of
@@ -97,6 +99,7 @@ class Files:
         (self.estimate,) = self.estimates.files()
         (self.pack,) = (folder / "copy").iterdir()
         self.bundle = folder / "bundle"
+        (self.code,) = self.bundle.glob("*.bin")
         self.text, self.hlo, self.exported = (folder / f"program.{kind}" for kind in ("mlir", "hlo", "bin"))
         self.shapes = folder / "shapes.jsonl"
 
@@ -135,10 +138,10 @@ def _write_pack(cache: PersistentCache, key: ConfigKey, folder: Path) -> None:
 def _write_bundle(folder: Path, inv: Invocation[Any, Any]) -> None:
     """Write a bundle with a dummy program; reading it runs nothing."""
     folder.mkdir()
-    digest = CodeFile.written(folder / "000-0000.bin", b"machine code").sha256
+    program = Program(digest="0" * 64, code=b"machine code", inputs=1, outputs=1)
+    Programs(folder, {}).kept(Done(0, program, None, 0.5))
     config_type = f"{Tile.__module__}.Tile"
-    row: dict[str, Any] = {"config": {"rows": 2}, "config_type": config_type, "status": "ready", "file": "000-0000.bin"}
-    row |= {"sha256": digest, "inputs": 1, "outputs": 1}
+    row = {"config": {"rows": 2}, "config_type": config_type, "status": "ready", "program": program.digest}
     other = {"config": {"rows": 3}, "config_type": config_type, "status": "failed", "reason": "it does not fit"}
     target, version, jaxlib = device_and_versions()
     calls = [{"description": inv.description, "candidates": [row, other]}]

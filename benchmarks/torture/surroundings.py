@@ -298,7 +298,7 @@ def _places(files: Files) -> dict[str, Path]:
         "note": files.note,
         "notes": files.notes.folder,
         "manifest": files.bundle / "manifest.json",
-        "program": files.bundle / "000-0000.bin",
+        "program": files.code,
         "pack": files.pack,
         "text": files.text,
         "shapes": files.shapes,

@@ -97,7 +97,7 @@ def test_the_newest_search_is_compared_with_the_one_before(tmp_path, capsys):
     save(tmp_path / "new", timed(*SLOW))
     save(tmp_path / "new", timed(*FAST, rows_of_winner=2))
     (found_call,) = compared(tmp_path, capsys, "--against", "previous")["calls"]
-    assert (found_call["before"]["time_us"], found_call["after"]["time_us"]) == (4.05, 2.1)
+    assert (found_call["before"]["after_us"], found_call["after"]["after_us"]) == (4.05, 2.1)
     assert not found_call["same_configuration"]
     assert found_call["before"]["source"] == "saved by this search, but replaced since"
     assert found_call["after"]["source"].startswith(f"saved in {tmp_path / 'new'}")

@@ -285,13 +285,6 @@ def test_a_miss_is_an_error_in_a_process_that_asked_for_it(folder, lowered):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_target_without_a_function_suggests_one_that_returns_a_program(tmp_path, monkeypatch):
-    (tmp_path / "trainer.py").write_text("def args():\n    return 1, 2\n\ndef step():\n    return args, (1, 2)\n")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ArgumentError, match=r"e\.g\. trainer:step"):
-        located("trainer")
-
-
 def test_the_text_of_a_program_is_no_program_that_runs(tmp_path, monkeypatch):
     (tmp_path / "step.mlir").write_text("module {}")
     monkeypatch.chdir(tmp_path)

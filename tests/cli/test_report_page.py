@@ -22,7 +22,7 @@ from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials.challenge import Challenge
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.view import Failures, Row
-from ejkernel.ops.config.step_notes import StepNote
+from ejkernel.ops.config.entries import StepNote
 
 pytest.importorskip("jinja2", reason="jinja2 is an extra, and is not installed")
 
@@ -223,9 +223,10 @@ def test_programs_and_shares_of_their_steps_have_columns(tmp_path):
 
 def test_a_search_without_a_result_says_why(tmp_path):
     outcomes = (failed(Tile(1), "no such instruction"), failed(Tile(2), ""))
-    data = AutotuneData(inv=call(), config=outcomes[0].config, outcomes=outcomes, seconds=1.0)
+    why = "nothing was measured"
+    data = AutotuneData(inv=call(), config=outcomes[0].config, outcomes=outcomes, seconds=1.0, not_saved=why)
     page = Page(reported(save(tmp_path / "configs", data, entry=False), tmp_path))
-    assert "not saved: failed" in page.text
+    assert f"not saved: {why}" in page.text
     assert "no such instruction" in page.text
     assert "no reason recorded" in page.text
     assert [attrs["data-kind"] for attrs in page.all("tr") if "data-kind" in attrs] == ["open"]

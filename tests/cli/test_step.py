@@ -20,7 +20,7 @@ from ejkernel.cli.step import Winner, choose
 from ejkernel.ops import PersistentCache
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
-from ejkernel.ops.config.step_notes import StepNote
+from ejkernel.ops.config.entries import StepNote
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import TuningError
 
@@ -281,7 +281,7 @@ def test_the_search_of_a_dropped_winner_shows_what_is_in_force(program, capsys, 
     tune(capsys, "step")
     (search,) = MeasurementStore("saved").searches()
     assert search.is_kept
-    assert search.was_saved
+    assert not search.not_saved
     assert "by itself, but the step" in search.in_words
     assert run(capsys, "report", "--cache", "saved", "--json")[0] == 0
     log = run(capsys, "show", "--cache", "saved", "--log", f"step_product:{search.key.call}")[1]

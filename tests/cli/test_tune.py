@@ -328,8 +328,8 @@ def test_a_call_out_of_time_is_tuned_in_part(program, capsys):
     (logged,) = json.loads(run(capsys, "show", "--cache", "saved", "--log", "product", "--json")[1])
     assert logged["search"] == data
     _, out, err = run(capsys, "explain", "program:forward", "--cache", "saved")
-    assert "search: not finished (1 of 4)" in out
-    shown = re.search(r"candidates: ejkernel (show --cache saved --log product:\w+)", out)[1]
+    assert "search     not finished (1 of 4)" in out
+    shown = re.search(r"candidates ejkernel (show --cache saved --log product:\w+)", out)[1]
     assert run(capsys, *shown.split())[1] == log
     assert "0 of 1 call with a saved configuration" in err
     _, out, _ = run(capsys, "explain", "program:forward", "--cache", "saved", "--json")
@@ -403,7 +403,7 @@ def test_results_before_an_interrupt_are_shown_and_saved(program, capsys, monkey
     monkeypatch.setattr(in_process, "TuningRun", interrupt_the_second)
     status, _, err = run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     assert status == 130
-    assert re.search(r"product .* 8.00x", err)
+    assert re.search(r"product@v0 .* 8.00x", err)
     assert "stopped" in err
     assert len(list((program / "saved").glob("*/product-v0/*.json"))) == 1
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -443,9 +443,9 @@ def test_a_fresh_process_uses_the_saved_configurations(program, capsys):
         ("program:number", "program:number must be a function, got 3"),
         ("program:product", "program:product is a kernel; name a function without arguments that returns a program"),
         ("program:needs_two", "program:needs_two must take no arguments, but it needs a, b"),
-        ("program", "e.g. program:step"),
-        ("program.py", "program.py is a Python file; add the function, e.g. program.py:step."),
-        ("program.py:", "e.g. program.py:step."),
+        ("program", "the target must be MODULE:FUNCTION or a file that exists, got 'program'."),
+        ("program.py", "program.py is a Python file; add the function that returns the program, program.py:FUNCTION."),
+        ("program.py:", "program.py is a Python file; add the function"),
         ("./program:step", "there is no file program; did you mean program.py:step?"),
         ("./absent.py:step", "there is no file absent.py; the working directory is "),
         ("./notes.txt:step", "notes.txt is not a Python file"),
@@ -626,11 +626,12 @@ def test_show_log_prints_the_status_of_every_candidate_of_the_last_search(progra
     assert (status, f"starts with 'product' and 'product:{key}'" in err) == (1, True)
     _, out, _ = run(capsys, "show", "--cache", "saved", "--log", key, "--json")
     (search,) = json.loads(out)
-    assert [outcome["config"]["repeats"] for outcome in search["outcomes"]] == [8, 1, 0, -1]
+    repeats = [outcome["config"]["repeats"] for outcome in search["outcomes"] if outcome["twin"] is None]
+    assert repeats == [8, 1, 0, -1]
     assert {outcome["status"] for outcome in search["outcomes"]} >= {"measured", "failed"}
-    assert search["standing"]["verdict"] in ("wins", "stays", "undecided")
-    assert search["standing"]["rounds"] >= search["standing"]["rival_faster"] + search["standing"]["heuristic_faster"]
-    assert (search["interrupted"], search["outcomes"][0]["same"]) == (False, [])
+    figures = search["challenge"]["comparison"]
+    assert figures["pairs"] >= figures["ahead"] + figures["behind"]
+    assert (search["interrupted"], search["in_force"]) == (False, search["outcomes"][search["winner_index"]]["config"])
 
 
 def test_show_log_of_a_call_without_a_search_is_an_error(program, capsys):

@@ -42,8 +42,8 @@ from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config._files import UnusableError, location
-from ejkernel.ops.config.misses.nearest import why_no_entry
 from ejkernel.ops.config.misses.notes import MissedNotes
+from ejkernel.ops.config.selection import why_no_entry
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.formatting import arguments, compact
 from ejkernel.ops.utils.storage.serialize import sealed_json, sealed_lines
@@ -143,7 +143,7 @@ def test_a_log_without_complete_lines_is_unusable_with_any_digest(text):
 
 def test_a_flipped_byte_of_a_manifest_is_an_error(tmp_path):
     file = tmp_path / "manifest.json"
-    row = {"config": 1, "config_type": "json", "status": "ready", "file": "000-0000.bin", "sha256": "0" * 64}
+    row = {"config": 1, "config_type": "json", "status": "ready", "program": "0" * 64}
     calls = [{"description": INV.description, "candidates": [row]}]
     file.write_text(sealed_json({"schema": SCHEMA, "target": "here", "jax": "1", "jaxlib": "1", "calls": calls}))
     with pytest.raises(ConfigError, match="was made for here"):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ import pytest
 import ejkernel.ops as ops
 from ejkernel.modules import rms_norm
 from ejkernel.ops import (
-    AutotunePolicy,
     Implementation,
     Implementations,
     Kernel,
@@ -23,9 +21,6 @@ from ejkernel.ops import (
     PersistentCache,
     autotune,
     default_executor,
-    on_event,
-    overlay_cache,
-    policy_override,
 )
 from ejkernel.ops.errors import ArgumentError, CallError, ConfigError, KernelError, SerializationError
 from ejkernel.testing import check_kernel
@@ -45,27 +40,6 @@ class Product(Kernel[Rows, jax.Array]):
 
 
 X = jnp.ones((8, 8))
-
-
-@pytest.mark.parametrize(
-    ("block", "says"),
-    [
-        (AutotunePolicy(), r"AutotunePolicy is no context manager: write `with policy_override\(autotune=True\):`"),
-        (policy_override, r"policy_override must be called: write `with policy_override\(autotune=True\):`"),
-        (on_event, r"on_event must be called: write `with on_event\(listener\):`"),
-        (overlay_cache, r"overlay_cache must be called: write `with overlay_cache\(cache\):`"),
-    ],
-)
-def test_a_with_statement_of_the_wrong_object_shows_the_right_one(block, says):
-    with pytest.raises(ArgumentError, match=says), block:
-        pass
-
-
-def test_a_function_for_with_statements_stays_a_function():
-    assert policy_override.__name__ == "policy_override"
-    assert pickle.loads(pickle.dumps(policy_override)) is policy_override
-    with policy_override(autotune=True):
-        pass
 
 
 def test_a_list_in_place_of_an_array_is_named():

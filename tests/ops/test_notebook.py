@@ -74,7 +74,7 @@ EXPECTED = {
     "searches": ("1 search in", "2.00x"),
     "result": ("2 configurations for", "2.00x", "Search of reported@v0 f32[16,8]"),
     "entry": ("reported@v0", "rows 6", f"order {SCRIPT}"),
-    "explanation": ("hostile@v0", "Tier Answer Note", f"{HOSTILE}, from heuristic"),
+    "explanation": ("hostile@v0", "No answer override, overlay", f"{HOSTILE}, from heuristic"),
     "explanations": (f"none: {HOSTILE}",),
     "cache": ("1 entry in", "rows=6", "2.00x", "complete"),
     "memory": ("1 configuration in memory", f"order={SCRIPT} rows=1"),

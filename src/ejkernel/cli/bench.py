@@ -21,7 +21,7 @@ from ejkernel.cli.explain import counts_in_words, is_measured, usual_chain
 from ejkernel.cli.programs import located, look_here, with_cache
 from ejkernel.cli.rounds import CLOSE, WARM_UP, Comparison, busy, compared, run_rounds, verdict
 from ejkernel.cli.show import opened
-from ejkernel.ops.autotuner.measure.memory import peak_bytes
+from ejkernel.ops.autotuner.measure.measurement import peak_bytes
 from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.errors import ArgumentError, TuningError

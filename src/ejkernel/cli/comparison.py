@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ejkernel.cli.report_data import CallReport
 from ejkernel.ops.autotuner.trials.view import Axis
-from ejkernel.ops.utils.formatting import counted, durations, ratio
+from ejkernel.ops.utils.formatting import counted, ratio
 
 FASTER: Final = "faster"
 SLOWER: Final = "slower"
@@ -26,61 +26,6 @@ _ORDER: Final = (SLOWER, FASTER, UNDECIDED, UNCHANGED, SAME, TWO_CLOCKS, ONLY_AF
 _COUNTED: Final = (SLOWER, FASTER, UNDECIDED)  # the mean covers these calls
 _EXPLAINED: Final = {TWO_CLOCKS: "with times by two clocks, which do not compare"}
 _SOFTWARE: Final = ("ejkernel", "jax", "jaxlib", "driver")  # a new version can change the time of a configuration
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Side:
-    """A call on one side of a comparison.
-
-    Attributes:
-        device: The device.
-        config: The configuration.
-        time_us: Its time; `None` if unknown.
-        low_us, high_us: The 95 % interval of the time; `None` without enough samples.
-        clock: The timer: on a busy machine the time may be the processor's. Empty if unknown.
-        search: Progress of the search.
-        measured: When it was measured.
-        versions: Names and versions of the software it was measured with.
-        source: Where the configuration comes from.
-    """
-
-    device: str
-    config: str
-    time_us: float | None
-    low_us: float | None
-    high_us: float | None
-    clock: str
-    search: str
-    measured: str
-    versions: dict[str, str]
-    source: str
-
-    @classmethod
-    def of(cls, call: CallReport) -> Side:
-        """Return the side of a call."""
-        low, high = call.after_range or (None, None)
-        return cls(
-            device=call.device,
-            config=call.config,
-            time_us=call.after_us,
-            low_us=low,
-            high_us=high,
-            clock=call.clock,
-            search=call.search,
-            measured=call.time,
-            versions=call.versions,
-            source=call.source,
-        )
-
-    @property
-    def in_words(self) -> str:
-        """The time with its interval."""
-        if self.time_us is None:
-            return "not measured"
-        if self.low_us is None or self.high_us is None:
-            return f"{durations([self.time_us / 1e6])[0]}, without enough samples for an interval"
-        time, low, high = durations(each / 1e6 for each in (self.time_us, self.low_us, self.high_us))
-        return f"{time} ({low} to {high})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +69,8 @@ class ComparedCall:
     op: str
     call: str
     arguments: str
-    before: Side | None
-    after: Side | None
+    before: CallReport | None
+    after: CallReport | None
     ratio: Ratio | None
     times: int | None = None
 
@@ -245,8 +190,8 @@ def _pairs(
             op=shown.op,
             call=shown.call,
             arguments=shown.arguments,
-            before=None if mine is None else Side.of(mine),
-            after=None if theirs is None else Side.of(theirs),
+            before=mine,
+            after=theirs,
             ratio=None if mine is None or theirs is None else _ratio(mine, theirs),
             times=next((side.times for side in (theirs, mine) if side is not None and side.times), None),
         )
@@ -257,7 +202,7 @@ def _rank(call: ComparedCall) -> tuple[int, float, str, str]:
     return _ORDER.index(call.verdict), far, call.op, call.arguments
 
 
-def _by_two_clocks(before: Side | CallReport, after: Side | CallReport) -> bool:
+def _by_two_clocks(before: CallReport, after: CallReport) -> bool:
     return bool(before.clock and after.clock) and before.clock != after.clock
 
 

@@ -17,38 +17,22 @@ from ejkernel.cli.show import begins, none_begins, opened
 from ejkernel.cli.sources import Source, find_in_worker, find_on
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.trials.status import SearchState
-from ejkernel.ops.config.cache import AUTOTUNE, MEMORY, ORDER, PERSISTENT, SHARED, SHIPPED, ConfigCache
+from ejkernel.ops.config.cache import AUTOTUNE, MEMORY, PERSISTENT, SHARED, SHIPPED, ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.selection import ConfigSelectorChain, Consulted
+from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.kernel import Kernel, living_kernels, overrides, run_forms
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, TuningError
 from ejkernel.ops.execution.executor import default_executor
 from ejkernel.ops.execution.explain import Explanation, explain_call
 from ejkernel.ops.operation import Operation
-from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.fingerprint import name_of_device
-from ejkernel.ops.utils.formatting import compact, counted
+from ejkernel.ops.utils.formatting import counted
 from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.storage.serialize import to_data
 
 _MEASURED = (PERSISTENT.name, SHIPPED.name, SHARED.name, AUTOTUNE.name, MEMORY.name)
-# Answers of tiers that say nothing about the call.
-_USUAL = frozenset(
-    {
-        "no cfg= was given",
-        "none in force",
-        "nothing remembered",
-        "no entry",
-        "no entry of a similar device",
-        "no estimates",
-        "none for this call",
-        "the policy does not allow it (autotune=False)",
-        "the kernel has a heuristic for the backward call",
-        "its forward call has no measured configuration either",
-    }
-)
 #: Functions for losses per token, and the operation that each runs.
 PER_TOKEN = {"token_log_probs": "linear_cross_entropy"}
 _NAMES = (
@@ -99,7 +83,7 @@ def run_explain(
     if as_json:
         report.echo_json([_as_data(why) for why in explained])
     elif explained:
-        click.echo("\n\n".join(_as_text(why, verbose=verbose, target=target_name) for why in explained))
+        click.echo("\n\n".join(why.text(verbose=verbose, target=target_name) for why in explained))
     if found.counts:
         click.echo(found.counts, err=True)
     if found.empty and not found.calls:
@@ -128,46 +112,6 @@ def usual_chain(store: PersistentCache | None) -> Any:
 def is_measured(why: Explanation) -> bool:
     """Return whether a call's configuration was measured, here or elsewhere."""
     return why.source in _MEASURED
-
-
-def _as_text(why: Explanation, *, verbose: bool, target: str = "") -> str:
-    key = f"key {why.key.call} on {why.key.device}" if why.key is not None else f"no key: {why.key_note}"
-    refusals = [_refusal(name, reason) for name, reason in why.refused.items()]
-    search = [f"search: {why.search_text}", f"candidates: {why.candidates}"] if why.search_text else []
-    lines = [
-        f"{why.op_id_v}  {why.arguments}",
-        key,
-        *_tiers(why, verbose=verbose),
-        *search,
-        *refusals,
-        why.elsewhere_on(target),
-        f"=> {why.answer}",
-    ]
-    found = [report.wrapped(printable(line), indent=12) for line in lines if line]
-    return "\n".join(found)
-
-
-def _tiers(why: Explanation, *, verbose: bool) -> list[str]:
-    """Return a line for each tier that says something about the call, or for every tier."""
-    silent = [tier.tier for tier in why.tiers if not verbose and tier.resolution is None and tier.note in _USUAL]
-    lines = {tier.tier: f"{tier.tier:<10}  {_answer(tier)}" for tier in why.tiers if tier.tier not in silent}
-    if not verbose:
-        return [*([f"{'no answer':<10}  {', '.join(silent)}"] if silent else []), *lines.values()]
-    known = {tier.name: f"{tier.name:<10}  not asked{tier.only and f': only {tier.only}'}" for tier in ORDER}
-    # a user's own chooser asks no tiers
-    return list((known | lines if lines.keys() <= known.keys() else lines).values())
-
-
-def _refusal(name: str, reason: str) -> str:
-    """Return why an implementation does not run, with its name once."""
-    rest = reason.removeprefix(f"implementation={name!r} ")
-    return f"{name} does not run: {reason}" if rest == reason else f"{name} {rest}"
-
-
-def _answer(tier: Consulted) -> str:
-    if tier.resolution is None:
-        return tier.note
-    return f"{compact(tier.resolution.config)}{f'; {tier.note}' if tier.note else ''}"
 
 
 def _as_data(why: Explanation) -> dict[str, Any]:

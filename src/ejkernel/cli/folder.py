@@ -49,7 +49,6 @@ from ejkernel.ops.core.declared_names import config_type_of
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import kernel_of
-from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, DescriptionError
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.fingerprint import device_fingerprint
@@ -309,7 +308,7 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 def _call_of(entry: StoredEntry) -> Invocation[Any, Any] | None:
     """Return the call of an entry for this device; `None` if its kernel is not registered."""
-    if not isinstance(entry.key, ConfigKey) or entry.key.device != device_fingerprint():
+    if entry.key.device != device_fingerprint():
         return None
     try:
         return rebuild(entry.call, key=entry.key.call, op=entry.key.op)

@@ -7,7 +7,6 @@ name. A file with the name of another module is therefore an error.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 import inspect
@@ -127,44 +126,13 @@ def _what_to_type(target: str) -> str:
             return f"{path} is a bundle; measure it with --from {path}."
         return f"{path} is a folder; pass MODULE:FUNCTION, e.g. {path / 'FILE.py'}:FUNCTION."
     if path.suffix == ".py" and path.is_file():
-        return f"{path} is a Python file; add the function, e.g. {path}:{_first_function(path)}."
+        return f"{path} is a Python file; add the function that returns the program, {path}:FUNCTION."
     if path.is_file():
         return f"{path} is a file, and only `tune` and `explain` take the text of a program; pass MODULE:FUNCTION."
     module, _, function = target.rpartition(".")
     if module and function.isidentifier() and Path(*module.split(".")).with_suffix(".py").is_file():
         return f"the target must be MODULE:FUNCTION, got {target!r}; did you mean '{module}:{function}'?"
-    source = Path(*target.split(".")).with_suffix(".py") if target.isidentifier() else path
-    example = f"; e.g. {target}:{_first_function(source)}" if source.suffix == ".py" and source.is_file() else ""
-    return f"the target must be MODULE:FUNCTION or a file that exists, got {target!r}{example}."
-
-
-def _first_function(path: Path) -> str:
-    """Return the public function of a file that looks most like a program, found without importing the file.
-
-    It needs no arguments; preferred is the first that returns `something, (args...)`, then `name, something`.
-    """
-    try:
-        # Parse only: a wrong target must not run any code.
-        body = ast.parse(path.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
-        return "FUNCTION"
-    able = [node for node in body if isinstance(node, ast.FunctionDef) and not _needed_by(node.args)]
-    public = [node for node in able if not node.name.startswith("_")]
-    return next((node.name for node in sorted(public, key=_unlikeness)), "FUNCTION")
-
-
-def _unlikeness(function: ast.FunctionDef) -> int:
-    """Return 0 for a function that returns a tuple with its arguments, 1 for one that may, and 2 for another."""
-    found = (node.value for node in ast.walk(function) if isinstance(node, ast.Return))
-    returned = [value.elts for value in found if isinstance(value, ast.Tuple) and len(value.elts) > 1]
-    if any(isinstance(elements[-1], ast.Tuple | ast.Dict) for elements in returned):
-        return 0
-    return 1 if any(isinstance(elements[0], ast.Name | ast.Attribute | ast.Lambda) for elements in returned) else 2
-
-
-def _needed_by(arguments: ast.arguments) -> bool:
-    named = [*arguments.posonlyargs, *arguments.args]
-    return len(named) > len(arguments.defaults) or None in arguments.kw_defaults
+    return f"the target must be MODULE:FUNCTION or a file that exists, got {target!r}."
 
 
 def load_program(program: Program) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

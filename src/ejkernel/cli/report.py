@@ -13,14 +13,14 @@ import click
 from ejkernel.cli.peaks import cost_of
 from ejkernel.ops.autotuner.trials.challenge import CPU
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
-from ejkernel.ops.autotuner.trials.result import AutotuningResult, before_and_after
+from ejkernel.ops.autotuner.trials.result import AutotuningResult
 from ejkernel.ops.autotuner.trials.status import SearchProgress
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils import formatting
 from ejkernel.ops.utils.error_text import printable_json
 from ejkernel.ops.utils.fingerprint import name_of_device
-from ejkernel.ops.utils.formatting import arguments, compact, counted, terminal_width, text_table
+from ejkernel.ops.utils.formatting import arguments, counted, terminal_width, text_table
 from ejkernel.ops.utils.storage.serialize import to_data
 
 
@@ -114,21 +114,10 @@ def searches(result: AutotuningResult, *, verbose: bool = False, times: Times = 
     if not result.searches:
         return "Nothing to tune."
     number, numbers = _numbers([tuned.inv for tuned in result.searches], times)
-    rows = [
-        (
-            tuned.inv.op_id,
-            arguments(tuned.inv.description),
-            *number(tuned.inv),
-            *seconds,
-            tuned.in_a_word,
-            compact(tuned.in_force),
-            tuned.counts,
-        )
-        for tuned, seconds in zip(result.searches, before_and_after(result.searches), strict=True)
-    ]
-    figures = ("heuristic", "tuned", "speed-up", "configuration", "candidates")
-    header = ("operation", "arguments", *numbers, *figures)
-    notes = [_CPU_TIMES] if any(CPU in time for row in rows for time in row[-5:-3]) else []
+    header, found = result.table()
+    header = (*header[:2], *numbers, *header[2:])
+    rows = [(*row[:2], *number(tuned.inv), *row[2:]) for row, tuned in zip(found, result.searches, strict=False)]
+    notes = [_CPU_TIMES] if any(CPU in time for row in found for time in row[2:4]) else []
     text = "\n".join([table(header, rows, "candidates", "arguments"), *map(wrapped, [*notes, *result.remarks()])])
     return "\n\n".join([text, *map(candidates, result.searches)]) if verbose else text
 

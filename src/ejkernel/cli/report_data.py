@@ -17,14 +17,13 @@ from ejkernel.ops.autotuner.trials.challenge import CPU
 from ejkernel.ops.autotuner.trials.outcome import remarks
 from ejkernel.ops.autotuner.trials.status import SearchState, stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import SearchView, view_of
-from ejkernel.ops.config.entries import StoredEntry, time_in
+from ejkernel.ops.config.entries import StepNote, StoredEntry, time_in
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.step_notes import StepNote
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.types import ConfigKey, Cost
 from ejkernel.ops.errors import DescriptionError
 from ejkernel.ops.utils.error_text import printable, printable_lines
-from ejkernel.ops.utils.formatting import arguments, compact, counted
+from ejkernel.ops.utils.formatting import arguments, compact, counted, durations
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +108,16 @@ class CallReport(SearchView):
         return self.before_us is not None and self.before_us == self.after_us
 
     @property
+    def after_in_words(self) -> str:
+        """The time of the configuration, with its interval."""
+        if self.after_us is None:
+            return "not measured"
+        if self.after_range is None:
+            return f"{durations([self.after_us / 1e6])[0]}, without enough samples for an interval"
+        time, low, high = durations(each / 1e6 for each in (self.after_us, *self.after_range))
+        return f"{time} ({low} to {high})"
+
+    @property
     def counts(self) -> bool:
         """Whether the call counts as tuned: it has a tuned configuration, or its search kept the heuristic."""
         is_ratio = self.speedup is not None and 0 < self.speedup < math.inf  # files may hold any number
@@ -139,9 +148,7 @@ def calls_of(store: PersistentCache, *, measure_peak: bool = False, newest: int 
             for search, entry in chosen
         ]
     else:
-        alone = [
-            entry for _, entry in store.entries() if isinstance(entry.key, ConfigKey) and entry.key not in histories
-        ]
+        alone = [entry for key, entry in store.entries() if key not in histories]
         found = [_of_history(history, measure_peak) for history in histories.values()]
         found += [CallReport(**_identity(one.key, one.call, one.provenance), **_saved(one)) for one in alone]
     return sorted(_with_shares(found), key=lambda call: (call.op, call.device, call.arguments, call.call))
@@ -210,8 +217,8 @@ def _identity(key: ConfigKey, call: Any, provenance: Any) -> dict[str, Any]:
 
 def _source(search: StoredSearch, entry: StoredEntry | None) -> str:
     """Return where the configuration of a search is now."""
-    if not search.was_saved:
-        return f"not saved: {search.not_saved or search.progress.in_words}"
+    if search.not_saved:
+        return f"not saved: {search.not_saved}"
     if entry is None:
         return "saved by this search, but the entry is gone"
     return _place(entry) if search.stays is None else "saved by this search, but replaced since"
@@ -222,8 +229,7 @@ def _of_history(history: CallHistory, measure_peak: bool) -> CallReport:
     found = _of_search(search, measure_peak, _source(search, entry))
     notes = []
     if search is not newest:
-        result = newest.not_saved or newest.in_a_word
-        notes.append(f"a newer search, measured {time_in(newest.provenance)}, saved nothing: {result}")
+        notes.append(f"a newer search, measured {time_in(newest.provenance)}, saved nothing: {newest.not_saved}")
     if entry is not None and history.behind is None:
         # Times and throughput of the search's winner are not those of the saved configuration.
         found = dataclasses.replace(found, **_saved(entry), after_range=None, throughput=(), time=entry.time)

@@ -19,7 +19,6 @@ from ejkernel.cli.folder import Wanted, item_of
 from ejkernel.cli.show import opened
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.config._files import is_url
-from ejkernel.ops.config.entries import key_cells
 from ejkernel.ops.config.shared import upkeep
 from ejkernel.ops.config.shared.exchange import FolderPlace, Place, Plan, SharedPlace, Step, bring, place_of, plan
 from ejkernel.ops.errors import ConfigError, EjkernelError
@@ -167,7 +166,7 @@ def _conflicts(found: Plan) -> None:
 
 def _row(step: Step, *, only_left: bool = False) -> tuple[str, ...]:
     entry, key = step.theirs, step.theirs.key
-    device, op, call = key_cells(key)
+    device, op, call = key
     call = arguments(entry.call) if entry.call is not None else call
     left = entry if only_left else step.ours
     better = "" if step.ours is None else "unknown" if step.verdict.is_conflict else _stays(step)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,15 @@ from ejkernel.cli import report
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
 from ejkernel.ops.autotuner.trials.challenge import CPU
-from ejkernel.ops.autotuner.trials.programs import Outcome, programs
 from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState, stored_in_brief, stored_in_words
-from ejkernel.ops.autotuner.trials.view import in_microseconds
-from ejkernel.ops.config.entries import StoredEntry, key_cells, time_in
+from ejkernel.ops.config.entries import StoredEntry, time_in
 from ejkernel.ops.config.persistent import PersistentCache, fault_of
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import arguments, cases, compact, stored_time, terminal_width
 from ejkernel.ops.utils.messages.names import did_you_mean
+from ejkernel.ops.utils.storage.serialize import to_data
 
 
 def opened(cache: Path | None, *, alone: bool = False, may_be_new: bool = False) -> PersistentCache:
@@ -90,19 +90,17 @@ def run_show_entries(cache: Path | None, prefix: str, as_json: bool) -> None:
         click.echo("\n\n".join(map(_in_full, entries)))
 
 
-def none_begins(place: object, what: str, prefixes: Sequence[str], keys: Sequence[Any]) -> ConfigError:
+def none_begins(place: object, what: str, prefixes: Sequence[str], keys: Sequence[ConfigKey]) -> ConfigError:
     """Return the error that none of `keys`, in `place`, begins with all `prefixes`; `what` they are."""
-    names = {key.op.partition("@")[0] for key in keys if isinstance(key, ConfigKey)}
+    names = {key.op.partition("@")[0] for key in keys}
     starts = " and ".join(map(repr, prefixes))
     text = f"{place} has no {what} whose key or operation starts with {starts}"
     suggestions = (did_you_mean(prefix.rpartition(":")[0] or prefix, names) for prefix in prefixes)
     return ConfigError(f"{text}{next(filter(None, suggestions), '')}")
 
 
-def begins(key: Any, prefix: str) -> bool:
+def begins(key: ConfigKey, prefix: str) -> bool:
     """Return whether a call's key, or its operation, or `operation:key`, starts with `prefix`."""
-    if not isinstance(key, ConfigKey):
-        return False
     op, separator, call = prefix.rpartition(":")
     if separator and op in (key.op, key.op.partition("@")[0]):
         return key.call.startswith(call)
@@ -111,7 +109,7 @@ def begins(key: Any, prefix: str) -> bool:
 
 def _cells(entry: StoredEntry) -> tuple[str, ...]:
     return (
-        *key_cells(entry.key),
+        *entry.key,
         arguments(entry.call),
         compact(entry.config),
         _result_of(entry),
@@ -187,39 +185,9 @@ def _show_searches(cache: PersistentCache, prefixes: Sequence[str], as_json: boo
 
 
 def _search_as_data(search: StoredSearch) -> dict[str, Any]:
-    found = programs(search.outcomes)
-    return {
-        "key": search.key,
-        "call": search.call,
-        "config_type": search.config_type,
-        "winner": next((index for index, (outcome, _) in enumerate(found) if outcome is search.winner), None),
-        "seconds": search.seconds,
-        "why": search.why,
-        "standing": None if search.challenge is None else search.challenge.data(),
-        "undecided": search.undecided,
-        "interrupted": search.interrupted,
-        "search": search.progress.data(),
-        "not_saved": search.not_saved,
-        "in_force": search.in_force,
-        "rule_fault": search.rule_fault,
-        "input_sets": search.input_sets,
-        "outcomes": [_program_as_data(search, outcome, twins) for outcome, twins in found],
-        "provenance": dict(search.provenance),
-    }
-
-
-def _program_as_data(search: StoredSearch, outcome: Outcome, twins: Sequence[Outcome]) -> dict[str, Any]:
-    measured = outcome.measurement
-    return {
-        "config": outcome.config,
-        "same": [twin.config for twin in twins],
-        "status": outcome.status,
-        "reason": outcome.reason or search.why_not_chosen(outcome),
-        "median_us": in_microseconds(outcome.seconds),
-        "cases": [{"name": c.name, "weight": c.weight, "median_us": in_microseconds(c.median)} for c in outcome.cases],
-        "samples": 0 if measured is None else len(measured.samples),
-        "method": None if measured is None else measured.method,
-    }
+    """Return a search as its log holds it, with its state and the configuration in force."""
+    more = {"search": search.progress.data(), "in_force": search.in_force}
+    return dict(to_data(dataclasses.replace(search, path=None)), **more)
 
 
 def _as_data(found: StoredEntry | StoredSearch) -> dict[str, Any]:

@@ -22,8 +22,7 @@ from ejkernel.ops.autotuner.trials.candidates import heuristic_of, is_in
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
 from ejkernel.ops.autotuner.trials.status import SearchProgress, is_kept_in
 from ejkernel.ops.config.cache import same_config
-from ejkernel.ops.config.entries import StoredEntry
-from ejkernel.ops.config.step_notes import StepNote
+from ejkernel.ops.config.entries import StepNote, StoredEntry
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of, kernel_of
 from ejkernel.ops.core.types import ConfigKey

@@ -12,12 +12,13 @@ from typing import Final
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
 from ejkernel.ops.autotuner.trials.challenge import clock_note
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, remarks
-from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry, before_and_after
+from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry
 from ejkernel.ops.autotuner.trials.status import SearchState, stored_in_brief, stored_in_words
 from ejkernel.ops.autotuner.trials.view import SearchView, view_of
-from ejkernel.ops.config.cache import ConfigCache, Consulted, Resolution
-from ejkernel.ops.config.entries import key_cells, time_in
+from ejkernel.ops.config.cache import ConfigCache, Resolution
+from ejkernel.ops.config.entries import time_in
 from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.execution.explain import Explanation, Explanations
 from ejkernel.ops.implementation import OperationConfig
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
@@ -108,26 +109,14 @@ def _and_tuned(search: Findings, after: str) -> str:
 
 @_sections.register
 def _(result: AutotuningResult) -> list[_Section]:
-    tuned = {(search.key.op, search.key.call): search for search in result.searches}
-    searches = [tuned.get((entry.op_id_v, entry.call_key)) for entry in result.entries]
-    rows = [
-        (
-            entry.op_id_v,
-            "-" if search is None else arguments(search.inv.description),
-            *times,
-            "-" if search is None else search.in_a_word,
-            compact(entry.cfg),
-        )
-        for entry, search, times in zip(result.entries, searches, before_and_after(searches), strict=True)
-    ]
+    header, rows = result.table()
     views = tuple(
         (printable(f"Search of {row[0]} {row[1]}"), SearchView(**view_of(search)))
-        for row, search in zip(rows, searches, strict=True)
-        if search is not None
+        for row, search in zip(rows, result.searches, strict=False)
     )
-    header = ("Operation", "Arguments", "Heuristic", "Tuned", "Speed-up", "Configuration")
-    title = f"{_counted_rows(len(rows), 'configuration')} for {printable(result.device)}"
-    return [_Section(title=title, header=header, rows=_rows(rows), searches=views[:_MOST])]
+    title = f"{_counted_rows(len(result.entries), 'configuration')} for {printable(result.device)}"
+    names = tuple(name.capitalize() for name in header)
+    return [_Section(title=title, header=names, rows=_rows(rows), searches=views[:_MOST])]
 
 
 @_sections.register
@@ -138,29 +127,8 @@ def _(entry: Entry) -> list[_Section]:
 
 @_sections.register
 def _(why: Explanation) -> list[_Section]:
-    key = f"{why.key.call} on {why.key.device}" if why.key is not None else f"none: {why.key_note}"
-    split = f"split {', '.join(why.split)}" if why.split else why.split_note
-    facts = [
-        ("Configuration", "none" if why.resolution is None else f"{compact(why.config)}, from {why.source}"),
-        ("Key", key),
-        *([("Search", why.search_text), ("Candidates", why.candidates)] if why.search_text else []),
-        *([("Devices", split)] if split else []),
-        ("Label", why.label or f"none: {why.label_note}"),
-    ]
-    rows = [(tier.tier, _answer(tier), tier.note) for tier in why.tiers]
-    rows += [(name, "does not run", reason) for name, reason in why.refusals.items()]
-    return [
-        _Section(
-            title=printable(f"{why.op_id_v} {why.arguments}".rstrip()),
-            facts=tuple((name, printable(text)) for name, text in facts),
-            header=("Tier", "Answer", "Note"),
-            rows=_rows(rows),
-        )
-    ]
-
-
-def _answer(tier: Consulted) -> str:
-    return "-" if tier.resolution is None else compact(tier.resolution.config)
+    facts = tuple((name.capitalize(), printable(text)) for name, text in (("configuration", why.answer), *why.facts()))
+    return [_Section(title=printable(f"{why.op_id_v} {why.arguments}".rstrip()), facts=facts)]
 
 
 @_sections.register
@@ -171,7 +139,7 @@ def _(whys: Explanations) -> list[_Section]:
 @_sections.register
 def _(cache: ConfigCache) -> list[_Section]:
     items = cache.items()
-    rows = ((*key_cells(key), compact(config)) for key, config in items)
+    rows = ((*(key if isinstance(key, ConfigKey) else ("", "", key)), compact(config)) for key, config in items)
     header = ("Device", "Operation", "Call", "Configuration")
     title = f"{_counted_rows(len(items), 'configuration')} in memory"
     return [_Section(title=title, header=header, rows=_rows(rows))]
@@ -182,7 +150,7 @@ def _(cache: PersistentCache) -> list[_Section]:
     found = [entry for _, entry in cache.entries()]
     rows = (
         (
-            *key_cells(entry.key),
+            *entry.key,
             arguments(entry.call),
             compact(entry.config),
             stored_in_brief(entry.measured, entry.speedup),

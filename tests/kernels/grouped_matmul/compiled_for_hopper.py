@@ -16,7 +16,6 @@ from ejkernel.kernels.grouped_matmul.activation import grouped_matmul_activation
 from ejkernel.kernels.grouped_matmul.operation import grouped_matmul, grouped_matmul_wgrad
 from ejkernel.ops import Invocation
 from ejkernel.ops.autotuner.compile.targets import Target, compile_for
-from ejkernel.ops.core.examples import example_types
 from ejkernel.ops.core.transformations.nodes import Choice
 
 ROWS, GROUPS, K, N = 8192, 8, 4096, 4096
@@ -60,7 +59,7 @@ def compile_keeping(inv, choice, target):
     """Compile the forward of a differentiated call, which also stores residuals."""
     node = dataclasses.replace(inv.node, residuals=True)
     with target.entered():
-        jax.jit(node.flat(choice)).lower(*[target.placed(like) for like in example_types(inv)]).compile()
+        jax.jit(node.flat(choice)).lower(*[target.placed(like) for like in inv.argument_types]).compile()
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ from ejkernel.ops.autotuner.bench import checking, preparation, timing
 from ejkernel.ops.autotuner.bench.oracle import Oracle
 from ejkernel.ops.autotuner.bench.preparation import Preparation
 from ejkernel.ops.autotuner.bench.timing import Timing
-from ejkernel.ops.autotuner.measure import measurement, memory
+from ejkernel.ops.autotuner.measure import measurement
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.sampling import Sampling, SamplingPlan
 from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.autotuner.tuner import Autotuner
-from ejkernel.ops.core.examples import example_arrays
+from ejkernel.ops.core.examples import example_sets
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.transformations.nodes import Choice
@@ -130,7 +130,8 @@ def test_programs_that_differ_in_a_constant_alone_are_not_one():
 
 def test_a_candidate_right_on_the_first_inputs_only_does_not_win(monkeypatch):
     inv = Invocation(kernel=Sum("sum"), args=(X,))
-    (known,) = map(np.asarray, example_arrays(inv, np.random.default_rng(0), Choice(config=1, platform="cpu")))
+    (arrays,) = example_sets(inv, np.random.default_rng(0), Choice(config=1, platform="cpu")).values()
+    (known,) = map(np.asarray, arrays)
 
     class Remembers(Sum):
         """2 returns the sum of the inputs that the first seed makes."""
@@ -158,7 +159,7 @@ def test_a_candidate_that_needs_more_than_the_device_has_fails_with_both_figures
                 return x + x + (jnp.sort(jnp.arange(1000)[:, None] + x, 0)[0] >> 30)
             return x + x
 
-    monkeypatch.setattr(memory, "device_bytes", lambda: 4096)
+    monkeypatch.setattr(measurement, "device_bytes", lambda: 4096)
     _, (small, large) = prepared(Large("large"), [1, 2])
     assert small.status == "ready"
     assert large.status == "failed"

@@ -139,7 +139,8 @@ def test_each_program_is_a_file_and_so_is_the_reference(twice, tmp_path):
     call = bundle(twice, tmp_path)
     files = {program.code.path.name for _, program in call.programs} | {call.reference.code.path.name}
     assert len(files) == 5
-    assert files | {"manifest.json"} == {file.name for file in (tmp_path / "bundle").iterdir()}
+    facts = {file.replace(".bin", ".facts.json") for file in files}
+    assert files | facts | {"manifest.json"} == {file.name for file in (tmp_path / "bundle").iterdir()}
     x = np.arange(8, dtype=np.int32)
     assert call.reference.load()(x)[0].tolist() == (2 * x).tolist()
     assert twice.traced.count("reference") == 1
@@ -266,23 +267,19 @@ def first_row(**fields):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(schema=5, colour="red"), "written by a newer ejkernel: schema 5, not 4; compile it again"),
-        (lambda m: m.update(schema=1), "written by an older ejkernel: schema 1, not 4; compile it again"),
+        (lambda m: m.update(schema=6, colour="red"), "written by a newer ejkernel: schema 6, not 5; compile it again"),
+        (lambda m: m.update(schema=1), "written by an older ejkernel: schema 1, not 5; compile it again"),
         (lambda m: m.pop("calls"), "is not a usable bundle: .*calls"),
         (lambda m: m.update(colour="red"), "is not a usable bundle: .*colour"),
         (lambda m: m.update(target="gpu:abacus"), "was made for gpu:abacus with JAX .*; this is cpu:.* with JAX"),
         (lambda m: m.update(jax="0.1.2"), r"with JAX 0\.1\.2 and"),
         (lambda m: m.update(jaxlib="0.1.3"), r"and jaxlib 0\.1\.3; this is"),
-        (first_row(file="../secret.bin"), r"names a file outside of it: '\.\./secret\.bin'"),
-        (first_row(file="/etc/passwd"), "names a file outside of it"),
-        (first_row(file=".."), "names a file outside of it"),
-        (first_row(file=""), "names a file outside of it"),
-        (first_row(file="manifest.json"), "names a file outside of it"),
-        (first_row(sha256=None), "without its file or digest"),
-        (first_row(file=None), "without its file or digest"),
-        (first_row(file=None, sha256=None), "without its file or digest"),
-        (first_row(inputs=10**12), "takes int 1000000000000 arrays"),
-        (first_row(outputs=-1), "returns int -1"),
+        (first_row(program="../secret"), r"names a file outside of it: '\.\./secret'"),
+        (first_row(program="/etc/passwd"), "names a file outside of it"),
+        (first_row(program=".."), "names a file outside of it"),
+        (first_row(program=""), "names a file outside of it"),
+        (first_row(program="manifest"), "names a file outside of it"),
+        (first_row(program=None), "has a candidate without its program"),
         (lambda m: m["calls"][0].update(description=None), "is not a usable bundle: .*description"),
     ],
 )
@@ -365,6 +362,24 @@ def test_a_program_that_differs_from_its_row_is_compiled_here(twice, tmp_path, d
     assert data.config == 3
     assert statuses(data.outcomes)[4] == "wrong"
     assert set(twice.traced) == ({4, 5, 1} if damage is swap else {4, 5})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda facts: facts["program"].update(inputs=10**12),
+        lambda facts: facts["program"].update(outputs=-1),
+        lambda facts: facts["program"].update(digest="0" * 64),
+        lambda facts: facts["program"].update(code="x"),
+        lambda facts: facts.update(schema=9),
+    ],
+)
+def test_a_program_with_other_facts_is_compiled_here(twice, tmp_path, change):
+    programs = dict(bundle(twice, tmp_path).programs)
+    change_object(programs[4].code.path.with_suffix(".facts.json"), change)
+    with pytest.warns(TuningWarning, match=r"a candidate is compiled here: its program .*\.facts\.json"):
+        (call,) = read_bundle(tmp_path / "bundle")
+    assert [config for config, _ in call.programs] == [config for config in programs if config != 4]
 
 
 def test_a_damaged_reference_is_compiled_here(twice, tmp_path):

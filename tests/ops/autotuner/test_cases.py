@@ -235,9 +235,9 @@ def test_tables_entries_and_logs_have_the_times_of_each_draw(times, tmp_path):
 @pytest.mark.parametrize(
     ("line", "old", "new", "message"),
     [
-        (1, "[2000000.0,2000000.0]", "[2000000.0]", "line 2: it has times of 1 cases instead of 2"),
-        (1, "[2000000.0,2000000.0]", "[2000000.0,-1]", "line 2: samples must be between"),
-        (0, '"weight":0.5', '"weight":0', "line 1: weights of cases must be between 0 and 1"),
+        (1, "[2.0]", "[-1]", "line 2: samples must be between"),
+        (1, '"weight":0.5', '"weight":0', "line 2: weights of cases must be between 0 and 1"),
+        (2, '"draw":"few"', '"draw":"some"', "line 3: its cases are not those of the other lines"),
     ],
 )
 def test_a_log_with_inconsistent_cases_is_unusable(times, tmp_path, line, old, new, message):

@@ -81,11 +81,6 @@ def test_a_runner_takes_its_sets_of_arguments_in_turn():
     assert seen == [1, 2, 3, 1, 2]
 
 
-def test_a_runner_needs_arguments():
-    with pytest.raises(ConfigError, match="argument_sets must contain the arguments of at least one call, got none"):
-        Runner(jnp.sin, [])
-
-
 @pytest.mark.parametrize(("size", "sets"), [(100, 3), (150, 2), (299, 2), (1, 300), (1000, 2), (0, 1)])
 def test_sets_are_cold_when_they_are_three_times_the_cache(monkeypatch, size, sets):
     monkeypatch.setattr(measurement, "_CACHE_BYTES", 100)
@@ -150,17 +145,6 @@ def test_a_sampling_chooses_the_functions_of_each_round(clock):
 
 def test_nothing_to_measure_gives_no_measurement():
     assert interleaved([], rounds=3) == []
-
-
-@pytest.mark.parametrize("options", [{}, {"rounds": 3, "sampling": Sampling(1)}])
-def test_rounds_or_a_race_must_be_given(options):
-    with pytest.raises(ConfigError, match="give exactly one of rounds and sampling"):
-        interleaved([lambda: None], **options)
-
-
-def test_a_race_must_be_of_as_many_candidates():
-    with pytest.raises(ConfigError, match="sampling must be of 1 functions, got one of 2"):
-        interleaved([lambda: None], sampling=Sampling(2))
 
 
 # --- functions that fail, and timers that do ---

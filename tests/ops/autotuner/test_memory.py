@@ -17,9 +17,9 @@ from tests.ops.sample_kernels import told_apart
 
 from ejkernel.ops import Kernel
 from ejkernel.ops.autotuner.bench import checking, timing
-from ejkernel.ops.autotuner.measure import memory
-from ejkernel.ops.autotuner.measure.measurement import Measurement
-from ejkernel.ops.autotuner.measure.memory import (
+from ejkernel.ops.autotuner.measure import measurement
+from ejkernel.ops.autotuner.measure.measurement import (
+    Measurement,
     check_room,
     device_bytes,
     more_bytes,
@@ -74,14 +74,14 @@ def test_the_memory_of_the_host_is_that_of_its_processor():
 
 
 def test_needing_more_memory_than_the_device_has_is_an_error_with_both_figures(monkeypatch):
-    monkeypatch.setattr(memory, "device_bytes", lambda: 3 * 2**20)
+    monkeypatch.setattr(measurement, "device_bytes", lambda: 3 * 2**20)
     check_room(3 * 2**20, "it")
     with pytest.raises(TuningError, match=r"not enough memory for it: 4\.0 MiB needed, 3\.0 MiB on the device\."):
         check_room(4 * 2**20, "it")
 
 
 def test_nothing_is_refused_if_the_memory_is_unknown(monkeypatch):
-    monkeypatch.setattr(memory, "device_bytes", lambda: None)
+    monkeypatch.setattr(measurement, "device_bytes", lambda: None)
     check_room(2**60, "it")
 
 

@@ -127,8 +127,9 @@ def test_a_killed_bundle_goes_on_and_compiles_nothing_twice(tmp_path, target):
     assert json.loads(done.stdout) == 6 - whole
     manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
     rows = [*manifest["calls"][0]["candidates"], manifest["calls"][0]["reference"]]
-    files = {row["file"] for row in rows if row.get("file")}
-    assert len(files) == 6
+    digests = {row["program"] for row in rows if row.get("program")}
+    assert len(digests) == 6
+    files = {f"{digest}{end}" for digest in digests for end in (".bin", ".facts.json")}
     assert files | {"manifest.json"} == set(os.listdir(tmp_path / "bundle"))
 
 
@@ -154,7 +155,7 @@ def test_a_kernel_that_was_changed_is_compiled_as_it_is_now(tmp_path, compiled):
     assert len(compiled) == 6
     x = jnp.arange(8, dtype=jnp.int32)
     assert all((program.load()(x)[0] == 3 * x).all() for _, program in call.programs)
-    assert len(os.listdir(tmp_path / "bundle")) == 7  # the earlier programs are gone
+    assert len(os.listdir(tmp_path / "bundle")) == 13  # the earlier programs are gone
 
 
 def cut_off(facts):

@@ -37,7 +37,7 @@ class Stopping:
     def __init__(self):
         self.started_from = []
 
-    def tune(self, inv, kernel, *, policy=None, known=(), others=(), weight=1.0, partners=()):
+    def tune(self, inv, kernel, *, known=(), others=(), weight=1.0, **options):
         self.started_from.append([one.config for one in known])
         calls = [SharedCall(inv=inv, weight=weight), *others]
         outcomes = tuple(outcome(config, calls) for config in (1, 2))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 from hypothesis import assume, given
@@ -15,7 +14,6 @@ from ejkernel.ops.autotuner.measure.sampling import Sample, Sampling, SamplingPl
 from ejkernel.ops.autotuner.tasks.run import RoundsTeller
 from ejkernel.ops.autotuner.trials.events import RoundsFinished
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import ConfigError
 
 SECONDS = st.floats(1e-6, 10.0)
 PLANS = st.builds(
@@ -213,40 +211,6 @@ def test_a_candidate_dropped_by_the_caller_is_ranked_by_its_samples():
 )
 def test_candidates_are_ranked_between_the_median_and_a_trimmed_mean(share, trim, samples, figure):
     assert SamplingPlan(trim=trim, median_share=share).center(samples) == figure
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rounds": 0}, "rounds must be positive and discard >= 0, got 0 and 1"),
-        ({"discard": -1}, "rounds must be positive"),
-        ({"trim": 0.6}, r"trim must be in 0 \.\.\. 0.5, got 0.6"),
-        ({"median_share": 1.5}, r"median_share must be in 0 \.\.\. 1, got 1.5"),
-        ({"keep": ((1, 0),)}, "keep must hold pairs"),
-        ({"hopeless": ((1, 0.5),)}, "hopeless must hold pairs"),
-    ],
-)
-def test_a_plan_that_makes_no_sense_is_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        SamplingPlan(**options)
-
-
-def test_an_incumbent_must_be_a_candidate():
-    with pytest.raises(ConfigError, match=r"incumbents must be among the 2 candidates, got \[2\]"):
-        Sampling(2, incumbents=(2,))
-
-
-def test_only_requested_samples_are_recorded():
-    with pytest.raises(ConfigError, match=r"index must be one of next_round\(\)'s \[\], got 0"):
-        Sampling(1).note(0, 1.0)
-
-
-@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0])
-def test_a_sample_is_a_number_of_seconds(seconds):
-    sampling = Sampling(1)
-    sampling.next_round()
-    with pytest.raises(ConfigError, match="seconds must be a finite number >= 0"):
-        sampling.note(0, seconds)
 
 
 # --- other processes ---

@@ -529,7 +529,7 @@ def test_the_data_summary_and_event_show_an_undecided_search(race):
     assert "; undecided: it is open whether 2 is faster: " in tuned.summary()
     assert "undecided: the times vary too much; tune it again (--undecided)" in tuned.summary()
     summary = tuned.summary_data()
-    assert (summary["undecided"], summary["standing"]["verdict"]) == (True, "undecided")
+    assert (summary["search"]["state"], summary["standing"]["verdict"]) == ("undecided", "undecided")
 
 
 def test_an_undecided_search_leaves_the_saved_winner(race, tmp_path):

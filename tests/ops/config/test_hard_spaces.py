@@ -244,7 +244,7 @@ def test_a_range_contains_only_its_values(value):
 
 def test_a_long_axis_of_text_is_encoded_in_few_columns():
     space = ConfigSpace({"a": [f"kind{i}" for i in range(10_000)]})
-    (columns,) = space.encode_points([(i,) for i in range(300)])
+    (columns,) = space.encode([(i,) for i in range(300)])
     assert columns.shape[1] < 100
     distances = ((columns[:, None] - columns[None]) ** 2).sum(-1)[np.triu_indices(300, 1)]
     assert distances.min() > 0.0
@@ -288,7 +288,7 @@ def test_values_of_any_kind_are_distinguished_and_encoded(values, distinct):
     space = ConfigSpace({"a": values, "b": [1]})
     assert len(space) == distinct
     assert [space.locate({"a": value, "b": 1}) for value in values] == [(i, 0) for i in range(distinct)]
-    assert all(np.isfinite(columns).all() for columns in space.encode_points(space.points()))
+    assert all(np.isfinite(columns).all() for columns in space.encode(space.points()))
 
 
 @pytest.mark.parametrize("values", [5, None, range(10**30), b"ab", range(0)])

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import tempfile
 import threading
 import time
-import types
 import warnings
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.ops.found import found
 
 from ejkernel.ops.config.cache import ConfigCache, overlay_cache
 from ejkernel.ops.config.entries import space_digest
@@ -62,26 +64,21 @@ class FakeTuner:
     def __init__(self, config=ANSWERS["autotune"], error=None):
         self.config, self.error, self.calls = config, error, []
 
-    def tune(self, inv, kernel, *, policy, progress=None):
+    def tune(self, inv, kernel, **options):
         self.calls.append(inv.key)
         if self.error is not None:
             raise self.error
-        return types.SimpleNamespace(config=self.config, interrupted=False, summary_data=lambda: {"candidates": 1})
-
-
-class FakeDisk(dict):
-    """A persistent cache in memory."""
-
-    def get(self, key, cfg_type=None):
-        return super().get(key)
-
-    def put(self, key, config, **evidence):
-        self[key] = config
+        return found(inv, self.config)
 
 
 @pytest.fixture
 def kernel():
     return Double()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    return PersistentCache(tmp_path / "configs", shipped=False)
 
 
 @pytest.fixture
@@ -106,14 +103,16 @@ def resolved(chain, inv):
 def test_the_first_tier_that_has_an_answer_gives_it_and_is_named(tiers):
     kernel = Double() if "heuristic" in tiers else Bare("Double")
     inv = Invocation(kernel=kernel, args=(X,), override_cfg=ANSWERS["override"] if "override" in tiers else None)
-    chain = ConfigSelectorChain(persistent=FakeDisk(), autotune="autotune" in tiers, tuner=FakeTuner())
-    if "memory" in tiers:
-        chain.cache.put(inv.key, ANSWERS["memory"])
-    if "persistent" in tiers:
-        chain.persistent.put(inv.key, ANSWERS["persistent"])
-    first = next(tier for tier in ANSWERS if tier in tiers)
-    with overlay_cache({inv.key: ANSWERS["overlay"]} if "overlay" in tiers else {}):
-        found = chain.resolve(inv, kernel)
+    with tempfile.TemporaryDirectory() as folder:
+        disk = PersistentCache(folder, shipped=False)
+        chain = ConfigSelectorChain(persistent=disk, autotune="autotune" in tiers, tuner=FakeTuner())
+        if "memory" in tiers:
+            chain.cache.put(inv.key, ANSWERS["memory"])
+        if "persistent" in tiers:
+            disk.put(inv.key, ANSWERS["persistent"])
+        first = next(tier for tier in ANSWERS if tier in tiers)
+        with overlay_cache({inv.key: ANSWERS["overlay"]} if "overlay" in tiers else {}):
+            found = chain.resolve(inv, kernel)
     assert (found.config, found.source, found.key) == (ANSWERS[first], first, inv.key)
 
 
@@ -163,9 +162,9 @@ def test_autotune_is_short_for_a_policy():
 
 
 @pytest.mark.parametrize("tier", ["override", "overlay", "memory", "persistent"])
-def test_nothing_is_tuned_where_an_earlier_tier_answers(kernel, tuner, tier):
+def test_nothing_is_tuned_where_an_earlier_tier_answers(kernel, tuner, tier, disk):
     inv = Invocation(kernel=kernel, args=(X,), override_cfg=1 if tier == "override" else None)
-    chain = ConfigSelectorChain(persistent=FakeDisk(), autotune=True, tuner=tuner)
+    chain = ConfigSelectorChain(persistent=disk, autotune=True, tuner=tuner)
     if tier == "memory":
         chain.cache.put(inv.key, 1)
     if tier == "persistent":
@@ -190,11 +189,11 @@ def test_a_call_is_tuned_once(inv, tuner):
     assert tuner.calls == [inv.key]
 
 
-def test_disk_entries_are_read_once(inv):
-    chain = ConfigSelectorChain(persistent=FakeDisk())
+def test_disk_entries_are_read_once(inv, disk):
+    chain = ConfigSelectorChain(persistent=disk)
     chain.persistent.put(inv.key, 1)
     first = resolved(chain, inv)
-    chain.persistent.clear()
+    shutil.rmtree(disk.path)
     assert [first, resolved(chain, inv)] == [(1, "persistent")] * 2
 
 
@@ -204,8 +203,8 @@ def test_a_remembered_heuristic_is_shown_by_the_cache(inv):
     assert (chain.cache.get(inv.key), chain.cache.remembered(inv.key).source) == (ANSWERS["heuristic"], "heuristic")
 
 
-def test_a_heuristic_in_memory_does_not_hide_later_disk_entries(inv):
-    chain = ConfigSelectorChain(persistent=FakeDisk())
+def test_a_heuristic_in_memory_does_not_hide_later_disk_entries(inv, disk):
+    chain = ConfigSelectorChain(persistent=disk)
     before = resolved(chain, inv)
     chain.persistent.put(inv.key, 1)
     assert (before[1], resolved(chain, inv)) == ("heuristic", (1, "persistent"))
@@ -220,12 +219,12 @@ def test_a_remembered_heuristic_does_not_pre_empt_tuning(inv, tuner):
 
 
 @pytest.mark.parametrize("source", ["heuristic", "override", "overlay"])
-def test_unmeasured_configurations_never_go_to_disk(kernel, source):
+def test_unmeasured_configurations_never_go_to_disk(kernel, source, disk):
     inv = Invocation(kernel=kernel, args=(X,), override_cfg=1 if source == "override" else None)
-    chain = ConfigSelectorChain(persistent=FakeDisk())
+    chain = ConfigSelectorChain(persistent=disk)
     with overlay_cache({inv.key: 1} if source == "overlay" else {}):
         assert resolved(chain, inv)[1] == source
-    assert dict(chain.persistent) == {}
+    assert list(disk.entries()) == []
 
 
 @pytest.mark.parametrize("source", ["override", "overlay"])
@@ -240,18 +239,17 @@ def test_temporary_answers_are_not_kept(kernel, source):
 # --- tuning on a miss ---
 
 
-def test_tuned_configurations_go_to_disk_with_their_measurements(inv, kernel, tmp_path, tuner):
-    persistent = PersistentCache(tmp_path, shipped=False)
-    ConfigSelectorChain(persistent=persistent, autotune=True, tuner=tuner).resolve(inv, kernel)
-    entry = persistent.load(inv.key)
-    measured = {"candidates": 1, "space": space_digest(kernel, inv)}
-    assert (entry.config, entry.call, entry.measured) == (ANSWERS["autotune"], inv.description, measured)
+def test_tuned_configurations_go_to_disk_with_their_measurements(inv, kernel, disk, tuner):
+    ConfigSelectorChain(persistent=disk, autotune=True, tuner=tuner).resolve(inv, kernel)
+    entry = disk.load(inv.key)
+    assert (entry.config, entry.call) == (ANSWERS["autotune"], inv.description)
+    assert (entry.measured["candidates"], entry.measured["space"]) == (1, space_digest(kernel, inv))
 
 
-def test_tuned_configurations_stay_in_memory_without_persistence(inv, tuner):
-    chain = ConfigSelectorChain(persistent=FakeDisk(), autotune=True, tuner=tuner, persist_autotune=False)
+def test_tuned_configurations_stay_in_memory_without_persistence(inv, tuner, disk):
+    chain = ConfigSelectorChain(persistent=disk, autotune=True, tuner=tuner, persist_autotune=False)
     resolved(chain, inv)
-    assert (dict(chain.persistent), chain.cache.items()) == ({}, [(inv.key, ANSWERS["autotune"])])
+    assert (list(disk.entries()), chain.cache.items()) == ([], [(inv.key, ANSWERS["autotune"])])
 
 
 def test_a_search_that_finds_nothing_is_a_warning_and_the_heuristic(inv):
@@ -270,7 +268,7 @@ def test_the_policy_in_force_reaches_the_tuner(inv, kernel):
     seen = []
     tuner = FakeTuner()
     tune = tuner.tune
-    tuner.tune = lambda inv, kernel, *, policy: seen.append(policy) or tune(inv, kernel, policy=policy)
+    tuner.tune = lambda inv, kernel, *, policy, **more: seen.append(policy) or tune(inv, kernel)
     with policy_override(validate=False):
         ConfigSelectorChain(autotune=True, tuner=tuner).resolve(inv, kernel)
     assert seen == [AutotunePolicy(autotune=True, validate=False)]
@@ -287,19 +285,21 @@ def test_a_chains_tuner_can_be_replaced(tuner):
     assert chain.tuner is tuner
 
 
-def test_two_threads_tune_one_call_once(inv, kernel):
+def test_two_threads_tune_one_call_once(inv, kernel, disk):
     tuner, both_asked = FakeTuner(), threading.Barrier(2, timeout=10)
-    chain = ConfigSelectorChain(persistent=FakeDisk(), autotune=True, tuner=tuner)
-    miss = chain.persistent.get
+    chain = ConfigSelectorChain(persistent=disk, autotune=True, tuner=tuner)
+    miss, missed = disk.found, []
 
     def missed_by_both(key, cfg_type=None):
-        found = miss(key, cfg_type)
-        both_asked.wait()  # neither thread may have tuned before both have missed
+        found = list(miss(key, cfg_type))
+        if len(missed) < 2:
+            missed.append(key)
+            both_asked.wait()  # neither thread may have tuned before both have missed
         return found
 
-    chain.persistent.get = missed_by_both
+    disk.found = missed_by_both
     tune = tuner.tune
-    tuner.tune = lambda inv, kernel, *, policy: time.sleep(0.02) or tune(inv, kernel, policy=policy)  # the other waits
+    tuner.tune = lambda *call, **options: time.sleep(0.02) or tune(*call, **options)  # the other waits
     found = []
     threads = [threading.Thread(target=lambda: found.append(resolved(chain, inv))) for _ in range(2)]
     for thread in threads:
@@ -311,10 +311,10 @@ def test_two_threads_tune_one_call_once(inv, kernel):
 
 def test_a_tuner_may_resolve_the_call_that_it_tunes(inv, kernel):
     class Nested(FakeTuner):
-        def tune(self, inv, kernel, *, policy, progress=None):
+        def tune(self, inv, kernel, **options):
             with policy_override(autotune=False):
                 assert resolved(chain, inv)[1] == "heuristic"
-            return super().tune(inv, kernel, policy=policy)
+            return super().tune(inv, kernel)
 
     chain = ConfigSelectorChain(autotune=True, tuner=Nested())
     assert resolved(chain, inv)[1] == "autotune"
@@ -323,8 +323,8 @@ def test_a_tuner_may_resolve_the_call_that_it_tunes(inv, kernel):
 # --- consulting ---
 
 
-def test_consulting_names_every_tier_up_to_the_answer(inv, kernel):
-    chain = ConfigSelectorChain(persistent=FakeDisk())
+def test_consulting_names_every_tier_up_to_the_answer(inv, kernel, disk):
+    chain = ConfigSelectorChain(persistent=disk)
     chain.persistent.put(inv.key, 1)
     notes = [(consulted.tier, consulted.note) for consulted in chain.consult(inv, kernel)]
     assert notes == [
@@ -363,8 +363,8 @@ def unstable(kernel):
     return Invocation(kernel=kernel, args=(X,), kwargs={"note": lambda: 0})
 
 
-def test_a_call_without_a_key_runs_with_the_heuristic_and_one_warning(unstable, tuner):
-    chain = ConfigSelectorChain(persistent=FakeDisk(), autotune=True, tuner=tuner)
+def test_a_call_without_a_key_runs_with_the_heuristic_and_one_warning(unstable, tuner, disk):
+    chain = ConfigSelectorChain(persistent=disk, autotune=True, tuner=tuner)
     with pytest.warns(UnstableKeyWarning, match="Double: the call cannot be cached or tuned") as caught:
         found = [chain.resolve(unstable, unstable.kernel) for _ in range(3)]
     assert [(f.config, f.source, f.key) for f in found] == [(ANSWERS["heuristic"], "heuristic", None)] * 3

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 from tests.ops.config.shared.stores import entry
+from tests.ops.found import found
 
 from ejkernel.ops import (
     AutotunePolicy,
@@ -149,7 +149,7 @@ class Heuristically:
     """A tuner that measures nothing."""
 
     def tune(self, inv, kernel, **options):
-        return SimpleNamespace(config=1, interrupted=False, summary_data=dict)
+        return found(inv, 1)
 
 
 def test_an_error_names_the_saved_entry_once_and_survives_pickling():

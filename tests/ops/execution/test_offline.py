@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests import forked
+from tests.ops.found import found as searched
 
 from ejkernel import ops
 from ejkernel.ops import (
@@ -58,13 +59,13 @@ class FakeTuner:
     def __init__(self, fails=()):
         self.fails, self.asked = fails, []
 
-    def tune(self, inv, kernel, *, policy=None):
+    def tune(self, inv, kernel, **options):
         self.asked.append(inv)
         if inv.op_id in self.fails:
             raise TuningError(f"{inv.op_id}: nothing compiles")
         emit(SearchStarted(inv.key, 1, 7))
         emit(CandidateFinished(inv.key, Outcome(config=7, status="ready")))
-        return types.SimpleNamespace(config=7, interrupted=False, summary_data=lambda: {"candidates": 1})
+        return searched(inv, 7)
 
 
 @pytest.fixture
@@ -190,7 +191,8 @@ def test_results_are_kept_in_memory_and_written(chain, executor, kernel):
     key = Invocation(kernel=kernel, args=(X,)).key
     stored = chain.persistent.load(key)
     assert (chain.cache.remembered(key).source, stored.config) == ("autotune", 7)
-    assert stored.measured == {"candidates": 1, "space": space_digest(kernel, Invocation(kernel=kernel, args=(X,)))}
+    space = space_digest(kernel, Invocation(kernel=kernel, args=(X,)))
+    assert (stored.measured["candidates"], stored.measured["space"]) == (1, space)
 
 
 def test_results_are_not_written_without_persistence(chain, executor, kernel):
@@ -374,9 +376,9 @@ def test_autotune_of_a_kernel_measures_the_given_candidates(kernel, monkeypatch)
     seen = {}
 
     class Watched(Autotuner):
-        def tune(self, inv, kernel, *, candidates, policy):
+        def tune(self, inv, kernel, *, candidates, **options):
             seen.update(rounds=self.rounds, warmup=self.warmup, candidates=candidates, args=inv.args)
-            return super().tune(inv, kernel, candidates=candidates, policy=policy)
+            return super().tune(inv, kernel, candidates=candidates, **options)
 
     monkeypatch.setattr("ejkernel.ops.execution.offline.Autotuner", Watched)
     assert ops.autotune(kernel, X, configs=[5], num_warmup=1, num_iters=2) in (1, 5)
@@ -441,7 +443,7 @@ def test_the_policy_in_force_holds_for_the_searches(kernel):
     seen = []
 
     class Watched(FakeTuner):
-        def tune(self, inv, kernel, *, policy):
+        def tune(self, inv, kernel, *, policy, **options):
             seen.append((policy.budget_s, policy.validate))
             return super().tune(inv, kernel)
 

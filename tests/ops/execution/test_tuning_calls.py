@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import sys
 import threading
-import types
 import weakref
 
 import jax
@@ -15,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
+from tests.ops.found import found
 from tests.ops.sample_kernels import Searched, told_apart
 
 from ejkernel.ops.autotuner.process.threads import on_measuring_thread
@@ -155,17 +154,16 @@ def test_a_search_inside_a_candidate_does_not_wait_for_a_thread_that_waits_for_i
     first_is_measured, second_has_its_lock = threading.Event(), threading.Event()
 
     class Crossing(Autotuner):
-        def tune(self, inv, kernel, *, policy):
-            tuned = functools.partial(types.SimpleNamespace, config=7, summary_data=dict, interrupted=False)
+        def tune(self, inv, kernel, **options):
             if inv is second:
                 second_has_its_lock.set()
-                return on_measuring_thread(tuned)
+                return on_measuring_thread(lambda: found(inv, 7))
 
             def candidate():
                 first_is_measured.set()
                 second_has_its_lock.wait(30)
                 chain.resolve(second, kernel)
-                return tuned()
+                return found(inv, 7)
 
             return on_measuring_thread(candidate)
 

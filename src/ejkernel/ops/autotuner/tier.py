@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 import statistics
 import threading
@@ -18,7 +17,7 @@ from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.store.saving import Saver
 from ejkernel.ops.autotuner.tasks.task import SharedCall, shares_of
 from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
-from ejkernel.ops.autotuner.trials.outcome import Outcome
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.cache import AUTOTUNE, ESTIMATED, PUBLISHED
@@ -48,9 +47,9 @@ class AutotuneTier:
         """The tuner of a chain without an explicit tuner."""
         return Autotuner()
 
-    def store_beside(self, persistent: object) -> MeasurementStore | None:
-        """Return the store of earlier measurements; `None` if `persistent` is no `PersistentCache`."""
-        if not isinstance(persistent, PersistentCache):
+    def store_beside(self, persistent: PersistentCache | None) -> MeasurementStore | None:
+        """Return the store of earlier measurements; `None` without a persistent cache."""
+        if persistent is None:
             return None
         if self._store is None or self._store.cache is not persistent:
             self._store = MeasurementStore(persistent)
@@ -61,30 +60,29 @@ class AutotuneTier:
         chain: ConfigSelectorChain[Any, Any],
         inv: Invocation[Any, Any],
         kernel: Any,
-        tuner: Any,
+        tuner: Autotuner | None,
         *,
         resume: bool = True,
         **options: Any,
-    ) -> Any:
+    ) -> AutotuneData:
         """See `ConfigSelectorChain.search`; without `resume`, the times of a partial search are measured again."""
         tuner, store = chain.tuner if tuner is None else tuner, self.store_beside(chain.persistent)
         policy, others = options.get("policy") or AutotunePolicy(), options.get("others") or ()
         own_space = options.get("candidates") is None and kernel is not None
         saver = Saver(chain=chain, store=store, kernel=kernel, validated=bool(policy.validate), own_space=own_space)
-        if store is not None and _takes(tuner.tune, "records"):
+        if store is not None:
             has_tables = kernel is not None and inv.platform == "tpu"
             published = kernel.published(inv.representative) if has_tables else ()
             first = [Record(PUBLISHED.name, ((each.config, 1.0),)) for each in published if not each.why_not]
             options["records"] = [*first, *saver.seeds([inv, *(other.inv for other in others)]), *store.records(inv)]
         calls = [SharedCall(inv=inv, weight=options.get("weight", 1.0)), *others]
         found = estimates_of(chain.persistent, calls, kernel)
-        if found and "records" in options:
+        if found:
             options["records"] = [
                 *options["records"],
                 Record(ESTIMATED.name, tuple((each.config, each.seconds) for each in found)),
             ]
-            if _takes(tuner.tune, "rejected"):
-                options["rejected"] = pruned_by(found, calls, kernel)
+            options["rejected"] = pruned_by(found, calls, kernel)
         # Tune the representative of the bucket rather than its first call: the result must not depend on the order of
         # calls in a program.
         if others:
@@ -92,12 +90,11 @@ class AutotuneTier:
                 dataclasses.replace(o, inv=o.inv.representative, partners=partners_in_force(chain, o.inv, kernel))
                 for o in others
             ]
-        if store is not None and resume and _takes(tuner.tune, "known"):
+        if store is not None and resume:
             options["known"] = store.unfinished(inv, shares_of(calls))
-        if _takes(tuner.tune, "partners"):
-            options["partners"] = partners_in_force(chain, inv, kernel)
+        partners = partners_in_force(chain, inv, kernel)
         try:
-            tuned = tuner.tune(inv.representative, kernel, **options)
+            tuned = tuner.tune(inv.representative, kernel, partners=partners, **options)
         except TuningError as error:
             saver.save_failure(inv, error)
             raise
@@ -146,10 +143,10 @@ class AutotuneTier:
             return self._locks.setdefault(key, threading.RLock())
 
 
-def estimates_of(persistent: object, calls: Sequence[SharedCall], kernel: Any) -> list[EstimatedTime]:
+def estimates_of(persistent: PersistentCache | None, calls: Sequence[SharedCall], kernel: Any) -> list[EstimatedTime]:
     """Return the configurations with an estimate for every call, the fastest by the geometric mean first."""
     is_simulated = all(call.inv.platform == "tpu" for call in calls)
-    if kernel is None or not is_simulated or not isinstance(persistent, PersistentCache) or persistent.path is None:
+    if kernel is None or not is_simulated or persistent is None or persistent.path is None:
         return []
     files, shares, found = EstimateFiles(persistent.path), shares_of(calls), []
     for call in calls:
@@ -188,9 +185,3 @@ def pruned_by(
         for each in found
         if each.least >= PRUNED_FROM * best and config_id(each.config) not in kept
     )
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a tuner's method has a parameter `name`; custom tuners may lack some."""
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeGuard, TypeVar
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError, EjkernelError, SerializationError
 from ejkernel.ops.utils.messages.warn import warn
-from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, stable_json
+from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object
 
 ENTRY: Final = ".json"  # suffix of an entry's file; no other file beside it has this suffix
 _KEY: Final = frozenset(ConfigKey._fields)
@@ -161,21 +161,15 @@ class CallFiles(Generic[RecordT]):
             return None
 
 
-def location(key: object) -> tuple[str, str, str]:
+def location(key: ConfigKey) -> tuple[str, str, str]:
     """Return the two folder names and the file name of a key. A digest of the whole key makes the path unique."""
-    text = identity(key)
-    device, op, call = key if isinstance(key, ConfigKey) else ("", "", text)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    return _known_slug(device), _known_slug(op), f"{slug(call)}-{digest}{ENTRY}"
+    digest = hashlib.sha256(key_text(key).encode()).hexdigest()[:8]
+    return _known_slug(key.device), _known_slug(key.op), f"{slug(key.call)}-{digest}{ENTRY}"
 
 
-def identity(key: object) -> str:
-    """Return the canonical JSON of a key. Same result as `stable_json`, but faster for an ordinary key."""
-    if isinstance(key, ConfigKey):
-        device, op, call = key
-        if type(device) is type(op) is type(call) is str and device.isascii() and op.isascii() and call.isascii():
-            return f'{{"call":{_quoted(call)},"device":{_quoted(device)},"op":{_quoted(op)}}}'
-    return stable_json(key)
+def key_text(key: ConfigKey) -> str:
+    """Return a key as canonical JSON: as `stable_json` does, but faster."""
+    return f'{{"call":{_quoted(key.call)},"device":{_quoted(key.device)},"op":{_quoted(key.op)}}}'
 
 
 def is_url(place: object) -> TypeGuard[str]:
@@ -202,19 +196,6 @@ def slug(text: str) -> str:
 
 
 _known_slug: Final = functools.lru_cache(maxsize=256)(slug)  # a process has few devices and operations
-
-
-def restored_key(data: object) -> Any:
-    """Return the key that `data` encodes."""
-    if isinstance(data, dict) and data.keys() == _KEY:
-        device, op, call = data["device"], data["op"], data["call"]
-        if type(device) is type(op) is type(call) is str:
-            return ConfigKey(device, op, call)
-    return _frozen(data)
-
-
-def _frozen(data: object) -> Any:
-    return tuple(_frozen(item) for item in data) if isinstance(data, list) else data
 
 
 # --- reading ---
@@ -372,12 +353,11 @@ def forget_warning(file: Path) -> None:
     _warned.discard(str(file))
 
 
-def provenance(key: object, time: datetime.datetime) -> dict[str, Any]:
+def provenance(key: ConfigKey, time: datetime.datetime) -> dict[str, Any]:
     """Return the provenance of a measurement: device, versions and time."""
-    device = key.device if isinstance(key, ConfigKey) else None
     return {
-        "device": device,
-        "driver": driver_of(device),
+        "device": key.device,
+        "driver": driver_of(key.device),
         "ejkernel": version("ejkernel-ops"),
         "jax": version("jax"),
         "jaxlib": version("jaxlib"),
@@ -400,9 +380,9 @@ def version(distribution: str) -> str | None:
         return None
 
 
-def driver_of(device: str | None) -> str | None:
+def driver_of(device: str) -> str | None:
     """Return the version of a device's driver on this machine; `None` if it needs none or the version is unknown."""
-    return _driver() if device is not None and device.startswith("gpu") else None
+    return _driver() if device.startswith("gpu") else None
 
 
 @functools.cache

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Final, Generic
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.types import Cfg, ConfigKey
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.utils.messages.names import called_in_with
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import stable_json
 from ejkernel.ops.utils.weak_caches import Copied, Records
@@ -276,7 +275,6 @@ def _overlay_key(key: object) -> ConfigKey:
     raise ConfigError(f"keys of an overlay must be ConfigKey(device, op, call), got {key!r}.")
 
 
-@called_in_with("overlay_cache(cache)")
 @contextlib.contextmanager
 def overlay_cache(cache: ConfigCache | Mapping[Any, object]) -> Iterator[None]:
     """Put the configurations of `cache` in force inside the `with` block, above every tier but an explicit `cfg=`.

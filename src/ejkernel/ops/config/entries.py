@@ -26,12 +26,10 @@ from typing import Any, Final, NamedTuple
 from ejkernel.ops.config._files import (
     UnusableError,
     driver_of,
-    identity,
     location,
     or_unusable,
     provenance,
     read_file,
-    restored_key,
     version,
     warn_of,
 )
@@ -44,7 +42,7 @@ from ejkernel.ops.core.kernel import Kernel, candidates_of
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, EjkernelError, SerializationError
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.formatting import cases
+from ejkernel.ops.utils.formatting import cases, durations, ratio
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json, stable_json, to_data
 
 SCHEMA: Final = 2  # raise when the layout of an entry changes; an entry of another schema is a miss with a warning
@@ -58,7 +56,7 @@ class StoredEntry:
     """One entry as stored in its file.
 
     Attributes:
-        key: The key of the entry, usually a `ConfigKey`.
+        key: The key of the entry.
         config: The configuration as plain JSON data.
         config_type: `module.Qualname` of the configuration's class, or `json` for plain data.
         call: The abstract call as plain data, if given.
@@ -67,7 +65,7 @@ class StoredEntry:
         path: The file; `None` for an entry of a shared cache and for an unwritable entry held in memory.
     """
 
-    key: Any
+    key: ConfigKey
     config: Any
     config_type: str
     call: Any
@@ -81,19 +79,9 @@ class StoredEntry:
     def speedup(self) -> float | None:
         """The speedup of its configuration over the heuristic; `None` if the entry has no such figure.
 
-        It is the ratio that decided, that of the median round of the confirmation run. Earlier versions stored the
-        ratio of the median times, so `standing` counts first.
+        It is the ratio that decided, that of the median round of the confirmation run.
         """
-        measured = self.measured or {}
-        standing, cases = measured.get("standing"), measured.get("cases")
-        several = (
-            isinstance(cases, list) and len({str(case.get("call")) for case in cases if isinstance(case, dict)}) > 1
-        )
-        found = measured.get("speedup")
-        if isinstance(standing, dict) and not several and standing.get("alone") is True:
-            is_own = standing.get("verdict") == "wins" and standing.get("rival") == self.config
-            decided = standing.get("speedup")
-            found = decided if is_own and isinstance(decided, float) and decided > 0 else found
+        found = (self.measured or {}).get("speedup")
         return found if isinstance(found, float) else None
 
     def median_us(self, name: str) -> float | None:
@@ -113,16 +101,12 @@ def time_in(provenance: Mapping[str, Any]) -> str:
     return printable(provenance.get("time", "-"))[:16].replace("T", " ")
 
 
-def key_cells(key: object) -> tuple[str, str, str]:
-    """Return device, operation and call of a key for a table; only a `ConfigKey` has the first two."""
-    return key if isinstance(key, ConfigKey) else ("", "", str(key))
-
-
+_KEY: Final = frozenset(ConfigKey._fields)
 _FIELDS: Final = {"schema", *(field.name for field in dataclasses.fields(StoredEntry))} - {"path"}  # of a file
 
 
 def new_entry(
-    key: object, cfg: object, call: object, measured: Mapping[str, object] | None, time: datetime.datetime
+    key: ConfigKey, cfg: object, call: object, measured: Mapping[str, object] | None, time: datetime.datetime
 ) -> StoredEntry:
     """Return an entry with the provenance of this process.
 
@@ -167,7 +151,7 @@ def entry_of(data: dict[str, Any], path: Path | None = None) -> StoredEntry:
     fields = {name: value for name, value in data.items() if name != "schema"}
     if not _is_entry(data):
         from_plain(fields, StoredEntry)  # raises an error that names the wrong field
-    return StoredEntry(**fields | {"key": restored_key(data["key"]), "path": path})
+    return StoredEntry(**fields | {"key": ConfigKey(**data["key"]), "path": path})
 
 
 def read_entry(file: Path) -> StoredEntry | None:
@@ -176,33 +160,30 @@ def read_entry(file: Path) -> StoredEntry | None:
     Raises:
         UnusableError: The entry is not usable.
     """
-    found = found_entry(file.name, file)
-    return None if found is None else found[1]
+    return found_entry(file.name, file)
 
 
-def check_key(entry: StoredEntry, canonical: str) -> None:
-    """Check that an entry belongs to the key with this `identity`.
+def check_key(entry: StoredEntry, key: ConfigKey) -> None:
+    """Check that an entry belongs to a key.
 
     Raises:
         UnusableError: The entry belongs to another key.
     """
     # A file name holds only eight digits of the key's digest, and a user may have renamed the file.
-    if identity(entry.key) != canonical:
+    if entry.key != key:
         raise UnusableError(f"it holds another key: {describe(entry.key)}")
 
 
-def found_entry(name: str, place: Traversable | str) -> tuple[str, StoredEntry] | None:
-    """Return `(identity of its key, entry)` for a file of that name; `None` if the file is gone.
+def found_entry(name: str, place: Traversable | str) -> StoredEntry | None:
+    """Return the entry of a file of that name; `None` if the file is gone.
 
     Raises:
         UnusableError: The entry is not usable, or its key belongs to another file name.
     """
     entry = read_at(place)
-    if entry is None:
-        return None
-    if location(entry.key)[-1] != name:
+    if entry is not None and location(entry.key)[-1] != name:
         raise UnusableError(f"it holds another key: {describe(entry.key)}")
-    return identity(entry.key), entry
+    return entry
 
 
 def read_at(
@@ -224,17 +205,11 @@ def read_at(
     return parsed(raw, Path(file) if isinstance(file, (str, Path)) else None)
 
 
-def saved_in(
-    persistent: Any, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]
-) -> Iterator[tuple[Any, StoredEntry | None]]:
-    """Yield the configurations of a call in a cache with their entries; a user-defined cache may have no entries."""
+def saved_in(persistent: Any, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Iterator[tuple[Any, StoredEntry]]:
+    """Yield the configurations of a call in a `PersistentCache` with their entries."""
     if kernel.config_type is None:  # its entries name the type
         note_type_of_heuristic(inv, kernel)
-    found = getattr(persistent, "found", None)
-    if found is not None:
-        yield from found(inv.key, kernel.config_type)
-    elif (config := persistent.get(inv.key, cfg_type=kernel.config_type)) is not None:
-        yield config, None
+    yield from persistent.found(inv.key, kernel.config_type)
 
 
 @or_unusable()
@@ -252,6 +227,9 @@ def _is_entry(data: Mapping[str, object]) -> bool:
     return (
         data.keys() == _FIELDS
         and type(data["config_type"]) is str
+        and type(data["key"]) is dict
+        and data["key"].keys() == _KEY
+        and all(type(part) is str for part in data["key"].values())
         and type(data["provenance"]) is dict
         and (data["measured"] is None or type(data["measured"]) is dict)
     )
@@ -304,7 +282,7 @@ def shipped_config(key: ConfigKey, cfg_type: object, folder: Traversable = _SHIP
         entry = read_at(folder.joinpath(*location(key)), follow_links=True)  # some installers link files
         if entry is None:
             return None
-        check_key(entry, identity(key))
+        check_key(entry, key)
         return Shipped(decoded(entry, cfg_type), entry)
     except UnusableError as error:
         warn_of(f"{key.call} of {folder}", error)
@@ -350,8 +328,7 @@ def differences(entry: StoredEntry, space: str | None = None) -> tuple[Differenc
         entry: The entry.
         space: The digest of the kernel's current search space for the call; `None` if unknown.
     """
-    device = getattr(entry.key, "device", None)
-    here = {"jax": version("jax"), "jaxlib": version("jaxlib"), "driver": driver_of(device), "space": space}
+    here = {"jax": version("jax"), "jaxlib": version("jaxlib"), "driver": driver_of(entry.key.device), "space": space}
     asked = [name for name in here if here[name] is not None]
     said = measured_with(entry)
     return tuple(Difference(name, said[name], here[name]) for name in asked if said[name] not in (UNKNOWN, here[name]))
@@ -364,7 +341,7 @@ def text_of_differences(found: tuple[Difference, ...]) -> str:
 
 def standing(
     policy: StalePolicy,
-    entry: StoredEntry | None,
+    entry: StoredEntry,
     kernel: Kernel[Any, Any],
     inv: Invocation[Any, Any],
     *,
@@ -374,13 +351,11 @@ def standing(
 
     Args:
         policy: The action for each difference: another JAX, jaxlib, driver or search space.
-        entry: The saved entry of the call; without one (`None`) the answer is `("use", "")`.
+        entry: The saved entry of the call.
         kernel: The kernel of the call.
         inv: The call.
         look: Whether to compare search spaces even if that cannot change the action.
     """
-    if entry is None:
-        return "use", ""
     looks = (look or policy.space != "use") and measured_with(entry)["space"] != UNKNOWN
     found = differences(entry, space_digest(kernel, inv) if looks else None)
     return policy.action(difference.field for difference in found), text_of_differences(found)
@@ -412,3 +387,60 @@ def _content_of_space(space: Collection[Any]) -> str:
 def _text_of_axis(axis: Axis) -> str:
     values = axis.values
     return f"{axis.name}: {values!r}" if isinstance(values, range) else f"{axis.name}: {stable_json(list(values))}"
+
+
+# --- the effect of new configurations on a program's whole step ---
+
+_STEP: Final = "step"  # of the measured figures of an entry
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepNote:
+    """The time of a program's step without and with the new configurations of its calls.
+
+    Attributes:
+        target: The program, as typed.
+        before_us, after_us: Microseconds of a step without and with those new configurations that are in force.
+        speedup, low, high: Their ratio, the median of the rounds, and its 95 % interval.
+        rounds: The rounds of the comparison.
+        time: When it was made, in the form of ISO 8601.
+        dropped: The configuration that the search of the call chose, if it is not in force, as plain data.
+        why: Why it is not.
+        mapping: How much memory the steps map anew, as a sentence; empty if it is little.
+    """
+
+    target: str
+    before_us: float
+    after_us: float
+    speedup: float
+    low: float
+    high: float
+    rounds: int
+    time: str = ""
+    dropped: Any = None
+    why: str = ""
+    mapping: str = ""
+
+    @classmethod
+    def stored_in(cls, measured: Mapping[str, Any] | None) -> StepNote | None:
+        """Return the note of an entry; `None` if it has none, e.g. because its step was not compared."""
+        try:
+            return from_plain((measured or {})[_STEP], cls)
+        except (KeyError, SerializationError):  # files may hold anything
+            return None
+
+    def added_to(self, measured: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the measured figures of an entry with this note."""
+        return dict(measured) | {_STEP: to_data(self)}
+
+    @property
+    def times(self) -> str:
+        """The times of the step with their ratio: `12.1 ms -> 11.4 ms, 1.06x (1.04 to 1.08)`."""
+        before, after = durations([self.before_us / 1e6, self.after_us / 1e6])
+        spread = "" if self.low == self.high else f" ({self.low:.2f} to {self.high:.2f})"
+        return f"{before} -> {after}, {ratio(self.speedup)}{spread}"
+
+    @property
+    def in_words(self) -> str:
+        """The effect on the step, or why the configuration of the search is not in force."""
+        return printable(self.why or f"the step of {self.target}: {self.times}")

@@ -25,7 +25,6 @@ from ejkernel.ops.config._files import (
     UnusableError,
     check_inside,
     forget_warning,
-    identity,
     is_url,
     location,
     now,
@@ -48,6 +47,7 @@ from ejkernel.ops.config.entries import (
 )
 from ejkernel.ops.config.misses import notes
 from ejkernel.ops.core.declared_names import why_not_decoded
+from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.messages.names import nearest
@@ -71,10 +71,9 @@ class PersistentCache(Shown):
     A lookup returns the entry of the first layer that has the key. Lookups in a URL read its local copy only;
     `refresh_if_due` updates the copy. A chain does so for calls without a measured configuration.
 
-    A key is a `ConfigKey`, another tuple of three strings, or any value that `stable_json` accepts; keys of equal
-    JSON are equal. An unusable entry is a miss with one `CacheWarning` per file. If the folder is not writable, the
-    cache warns once and keeps new entries in memory, and in a temporary folder that the warning names. It also warns
-    once of a missing layer.
+    A key is a `ConfigKey` or another tuple of three strings. An unusable entry is a miss with one `CacheWarning` per
+    file. If the folder is not writable, the cache warns once and keeps new entries in memory, and in a temporary folder
+    that the warning names. It also warns once of a missing layer.
 
     Attributes:
         path: The writable folder; `None` if `~` cannot be expanded because the user has no home folder.
@@ -115,10 +114,10 @@ class PersistentCache(Shown):
         self._has_looked_for_layers = False
         self.shipped = shipped
         self.clock = clock if clock is not None else now
-        self._memory: dict[str, str] = {}  # canonical key: text of the unwritable file
+        self._memory: dict[ConfigKey, str] = {}  # texts of unwritable files
         self._write_failed = False
         self.kept_in: Path | None = None
-        self._why_unwritten: dict[str, str] = {}  # canonical key: the error of its put
+        self._why_unwritten: dict[ConfigKey, str] = {}  # the errors of their puts
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -190,7 +189,8 @@ class PersistentCache(Shown):
         Raises:
             SerializationError: An argument has no JSON form, or the entry is too large.
         """
-        key, cfg = key_and_config(key_and_cfg)
+        given, cfg = key_and_config(key_and_cfg)
+        key = _key(given)
         if cfg is None:
             raise ConfigError("cfg must not be None: get() returns None for a missing entry.")
         # Serialize first: a value without a JSON form must not touch the old entry.
@@ -217,12 +217,12 @@ class PersistentCache(Shown):
                 names it, if it is marked `nameable`, or if this process has stored a value of it.
         """
         parts, cfg_type = _split_type(key_and_type, cfg_type)
-        key = key_of(parts)
+        key = _key(*parts)
         return next((config for config, _ in self.found(key, cfg_type)), None)
 
     def found(
         self,
-        key: object,
+        key: ConfigKey,
         cfg_type: object = None,
         *,
         decode: Callable[[StoredEntry, object], Any] = decoded,
@@ -236,13 +236,12 @@ class PersistentCache(Shown):
             decode: Returns the configuration of an entry.
             problem: Receives the fault of each unusable entry, instead of a warning.
         """
-        canonical = identity(key)
-        for place, read in self._places(key, canonical):
+        for place, read in self._places(key):
             try:
                 entry = read()
                 if entry is None:
                     continue
-                check_key(entry, canonical)
+                check_key(entry, key)
                 config = decode(entry, cfg_type)
             except UnusableError as error:
                 if problem is None:
@@ -254,15 +253,15 @@ class PersistentCache(Shown):
 
     def load(self, *key: object) -> StoredEntry | None:
         """Return the whole entry of `load(key)` or `load(device, op, call)`, with the configuration as plain data."""
-        return next((entry for _, entry in self.found(key_of(key), decode=lambda entry, _: entry.config)), None)
+        return next((entry for _, entry in self.found(_key(*key), decode=lambda entry, _: entry.config)), None)
 
     def __contains__(self, key: object) -> bool:
         return self.load(key) is not None
 
     def remove(self, *key: object) -> bool:
         """Remove the entry of a key from the writable folder; return whether it had one. Layers stay unchanged."""
-        wanted = key_of(key)
-        found = self._memory.pop(identity(wanted), None) is not None
+        wanted = _key(*key)
+        found = self._memory.pop(wanted, None) is not None
         if self.path is None:
             return found
         try:
@@ -276,26 +275,26 @@ class PersistentCache(Shown):
             return found
         return True
 
-    def keys(self) -> list[Any]:
+    def keys(self) -> list[ConfigKey]:
         """Return the keys of all readable entries, each once: the writable folder's first, each folder's sorted."""
         return [key for key, _ in self.entries()]
 
     def problem(self, key: object, cfg_type: object = None) -> str | None:
         """Return why the entries of a key are unusable; `None` if it has no entry or a usable one."""
         problems: list[str] = []
-        found = next(self.found(key_of((key,)), cfg_type, problem=problems.append), None)
+        found = next(self.found(_key(key), cfg_type, problem=problems.append), None)
         return "; ".join(problems) or None if found is None else None
 
-    def entries(self, operation: str | None = None) -> Iterator[tuple[Any, StoredEntry]]:
+    def entries(self, operation: str | None = None) -> Iterator[tuple[ConfigKey, StoredEntry]]:
         """Yield `(key, entry)` for each key, as `load` would find it.
 
         Args:
             operation: Read only entries of this operation, named without its version.
         """
         seen = set()
-        for canonical, entry in self._all(operation):
-            if canonical not in seen:
-                seen.add(canonical)
+        for entry in self._all(operation):
+            if entry.key not in seen:
+                seen.add(entry.key)
                 yield entry.key, entry
 
     def _look_for_layers(self) -> None:
@@ -317,54 +316,52 @@ class PersistentCache(Shown):
             text = f"there is no folder {name}, a layer read after {self.path}; check its name."
             warn_once(name, text)
 
-    def _all(self, operation: str | None = None) -> Iterator[tuple[str, StoredEntry]]:
-        """Yield all entries, each with the canonical form of its key."""
+    def _all(self, operation: str | None = None) -> Iterator[StoredEntry]:
+        """Yield all entries."""
         self._look_for_layers()
-        for canonical, text in list(self._memory.items()):
-            yield canonical, parsed(text.encode(), None)
+        for text in list(self._memory.values()):
+            yield parsed(text.encode(), None)
         for layer in (self.path, *self.layers):
             if isinstance(layer, Path):
                 yield from _all_in(layer, operation)
             elif layer is not None:
-                yield from ((identity(entry.key), entry) for entry in layer.entries(operation))
+                yield from layer.entries(operation)
 
-    def _places(self, key: object, canonical: str) -> Iterator[tuple[str, Callable[[], StoredEntry | None]]]:
+    def _places(self, key: ConfigKey) -> Iterator[tuple[str, Callable[[], StoredEntry | None]]]:
         self._look_for_layers()
-        text = self._memory.get(canonical)
+        text = self._memory.get(key)
         if text is not None:
-            yield f"{canonical} (in memory)", functools.partial(parsed, text.encode(), None)
+            yield f"{key} (in memory)", functools.partial(parsed, text.encode(), None)
         parts = location(key)
         for layer in (self.path, *self.layers):
             if isinstance(layer, Path):
                 file = os.path.join(layer, *parts)  # a string: building a `Path` takes as long as opening the file
                 yield file, functools.partial(read_at, file, root=layer)
             elif layer is not None:
-                yield from ((f"{canonical} of {layer}", lambda entry=entry: entry) for entry in layer.find(key))
+                yield from ((f"{key} of {layer}", lambda entry=entry: entry) for entry in layer.find(key))
 
     def folders(self) -> Iterator[Path]:
         """Yield the folders, in lookup order."""
         yield from (layer for layer in (self.path, *self.layers) if isinstance(layer, Path))
 
-    def _store(self, key: object, text: str) -> None:
-        canonical = identity(key)
+    def _store(self, key: ConfigKey, text: str) -> None:
         try:
             if self.path is None:
                 raise OSError("no home folder is known")
             file = self.path.joinpath(*location(key))
             write_file(file, text, root=self.path)
         except OSError as error:
-            self._memory[canonical], self._why_unwritten[canonical] = text, error.strerror or str(error)
+            self._memory[key], self._why_unwritten[key] = text, error.strerror or str(error)
             self.keep_elsewhere(location(key), text, error)
         else:
             # The file replaces an older entry in memory, from when the folder was not writable.
-            self._memory.pop(canonical, None)
-            self._why_unwritten.pop(canonical, None)
+            self._memory.pop(key, None)
+            self._why_unwritten.pop(key, None)
             forget_warning(file)
 
-    def why_unwritten(self, key: Any) -> str:
+    def why_unwritten(self, key: ConfigKey) -> str:
         """Return why the entry put for a key is only in the memory of this process; empty if a file has it."""
-        canonical = identity(key)
-        return self._why_unwritten.get(canonical, "") if canonical in self._memory else ""
+        return self._why_unwritten.get(key, "") if key in self._memory else ""
 
     def on_disk(self) -> PersistentCache:
         """Return a view of the cache without the entries that only the memory of this process holds."""
@@ -400,6 +397,14 @@ class PersistentCache(Shown):
 # --- keys and their places ---
 
 
+def _key(*parts: object) -> ConfigKey:
+    """Return the key given as a whole or in its three parts."""
+    key = key_of(parts)
+    if not (isinstance(key, ConfigKey) and all(isinstance(part, str) for part in key)):
+        raise ConfigError(f"a key of a PersistentCache is a ConfigKey: device, op and call, three str; got {key!r}.")
+    return key
+
+
 def _split_type(given: tuple[object, ...], cfg_type: object) -> tuple[tuple[Any, ...], Any]:
     if len(given) not in (2, 4):
         return given, cfg_type
@@ -427,7 +432,7 @@ def _expand(path: str | Path | None) -> Path | None:
         return None
 
 
-def _all_in(folder: Path, operation: str | None) -> Iterator[tuple[str, StoredEntry]]:
+def _all_in(folder: Path, operation: str | None) -> Iterator[StoredEntry]:
     begin = "" if operation is None else slug(f"{operation}@v")
     for name, place in places(folder, ENTRY, lambda op: op.startswith(begin)):
         try:

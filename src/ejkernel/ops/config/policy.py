@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final, Literal, get_args
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import value_text
-from ejkernel.ops.utils.messages.names import NamedFields, NoBlock, called_in_with, did_you_mean
+from ejkernel.ops.utils.messages.names import NamedFields, did_you_mean
 
 Action = Literal["use", "retune", "refuse"]
 _ACTIONS: Final = get_args(Action)  # the mildest first
@@ -56,7 +56,7 @@ _ON_MISS: Final = "autotune=True is EJKERNEL_ON_MISS=tune, and heuristic=False i
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AutotunePolicy(NamedFields, NoBlock):
+class AutotunePolicy(NamedFields):
     """Permitted actions for a call without a configuration.
 
     Attributes:
@@ -83,8 +83,6 @@ class AutotunePolicy(NamedFields, NoBlock):
             lowers a call decides, and none tunes. Switch it off only for a program of one process.
         stale: Treatment of saved configurations that were measured with other versions.
     """
-
-    _instead = "with policy_override(autotune=True):` with the fields to change, or `ConfigSelectorChain(policy=...)"
 
     _names_elsewhere: ClassVar[Mapping[str, str]] = {"on_miss": _ON_MISS}
 
@@ -149,7 +147,6 @@ def effective_policy(chooser: object) -> AutotunePolicy:
     return policy
 
 
-@called_in_with("policy_override(autotune=True)")
 @contextlib.contextmanager
 def policy_override(selector: object = None, /, **changes: Any) -> Iterator[None]:
     """Change fields of the policy inside the `with` block, for `selector` (a chain) or for every chain.

@@ -21,6 +21,7 @@ from ejkernel.ops.config.cache import (
 )
 from ejkernel.ops.config.entries import saved_in, shipped_config, sister_of, standing
 from ejkernel.ops.config.estimates import EstimateFiles, chosen
+from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import Action, AutotunePolicy
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.declared_names import check_kind, decode_config
@@ -45,7 +46,7 @@ class Request:
         no_key: Why it has no key; empty if it has one.
         policy: Permitted actions.
         cache: The memory tier.
-        persistent: The persistent tier: a `PersistentCache`, a user's cache, or `None`.
+        persistent: The persistent tier, if there is one.
         dry: Whether to answer without measuring, storing or warning.
         looks: Whether to trace the call with saved configurations.
     """
@@ -56,7 +57,7 @@ class Request:
     no_key: str
     policy: AutotunePolicy
     cache: ConfigCache
-    persistent: Any
+    persistent: PersistentCache | None
     dry: bool
     looks: bool
 
@@ -124,7 +125,7 @@ class Request:
 
     def shared(self) -> Answer:
         """Update the copies of shared layers, then ask the persistent cache again."""
-        if self.key is None:
+        if self.key is None or self.persistent is None:
             return self.no_key
         self.persistent.refresh_if_due()
         return self.saved(SHARED, "use")
@@ -133,7 +134,7 @@ class Request:
         """Return the shipped configuration for this device or, as the tier `SISTER`, for another with the same chip."""
         if self.key is None:
             return self.no_key
-        if not getattr(self.persistent, "shipped", False):
+        if self.persistent is None or not self.persistent.shipped:
             return "the chain does not use shipped configurations"
         device = sister_of(self.key.device) if tier is SISTER else self.key.device
         key = None if device is None else self.key._replace(device=device)
@@ -149,7 +150,7 @@ class Request:
 
     def published(self) -> Answer:
         """Return the preferred configuration that others published, unless it does not run here."""
-        if not getattr(self.persistent, "shipped", False):
+        if self.persistent is None or not self.persistent.shipped:
             return "the chain does not use shipped configurations"
         notes = []
         for found in self.kernel.published(self.inv):
@@ -161,7 +162,7 @@ class Request:
 
     def estimated(self) -> Answer:
         """Return the fastest configuration by estimates, if it leads the heuristic by more than their error."""
-        folder = getattr(self.persistent, "path", None)
+        folder = None if self.persistent is None else self.persistent.path
         if self.key is None or folder is None:
             return self.no_key or "the chain has no persistent cache"
         found = EstimateFiles(folder).load(self.key)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import logging
 import threading
 import weakref
@@ -31,7 +32,6 @@ from ejkernel.ops.config.cache import (
 from ejkernel.ops.config.cache import Consulted as Consulted
 from ejkernel.ops.config.cache import Resolution as Resolution
 from ejkernel.ops.config.misses.faults import Faults
-from ejkernel.ops.config.misses.nearest import why_no_entry
 from ejkernel.ops.config.misses.notes import MissedNotes, command_for
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
@@ -63,7 +63,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         persistent: The persistent tier; none by default, which also disables shipped configurations.
         autotune: Short for `policy=AutotunePolicy(autotune=...)`.
         policy: Permitted actions on a miss.
-        tuner: Measures candidates; an `Autotuner` by default.
+        tuner: Measures candidates: an `Autotuner`, or an object with the same method `tune`.
         persist_autotune: Whether to write tuned configurations and all measurements to `persistent`.
     """
 
@@ -80,7 +80,8 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         persist_autotune: bool = True,
     ) -> None:
         check_argument(cache is None or isinstance(cache, ConfigCache), "cache", "a ConfigCache", cache)
-        check_argument(persistent is None or hasattr(persistent, "get"), "persistent", "a PersistentCache", persistent)
+        is_cache = persistent is None or isinstance(persistent, PersistentCache)
+        check_argument(is_cache, "persistent", "a PersistentCache", persistent)
         check_argument(policy is None or isinstance(policy, AutotunePolicy), "policy", "an AutotunePolicy", policy)
         check_argument(tuner is None or hasattr(tuner, "tune"), "tuner", "an Autotuner", tuner)
         self.cache = ConfigCache() if cache is None else cache
@@ -116,7 +117,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
 
     @property
     def store(self) -> Any:
-        """The `MeasurementStore` beside `persistent`, read by searches; `None` without a `PersistentCache`."""
+        """The `MeasurementStore` beside `persistent`, read by searches; `None` without one."""
         return self._autotune.store_beside(self.persistent)
 
     def choose(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
@@ -153,7 +154,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         call = "" if key is None else f"{arguments(inv.description)}, key {key.call} on {key.device}"
         # The policy's fields `autotune` and `heuristic` switch these tiers off; the advice in the error depends on it.
         asked = [consulted.tier for consulted in tried if getattr(request.policy, consulted.tier, True)]
-        places = ", ".join(getattr(self.persistent, "places", ()))
+        places = "" if self.persistent is None else ", ".join(self.persistent.places)
         if places:
             asked = [f"{tier} ({places})" if tier == PERSISTENT.name else tier for tier in asked]
         not_taken = dict.fromkeys(printable(consulted.note) for consulted in tried if consulted.is_rejected)
@@ -164,7 +165,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
     def _nearest(self, request: Request) -> str:
         """Return a phrase on the saved entries nearest to a call without an answer; empty if there are none."""
         persistent, key = self.persistent, request.key
-        if request.policy.heuristic or key is None or not isinstance(persistent, PersistentCache):
+        if request.policy.heuristic or key is None or persistent is None:
             return ""
         why = why_no_entry(persistent, request.inv, key)
         progress = self.store.progress(key) if persistent.path is not None else None
@@ -182,7 +183,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
     ) -> Any:
         """Search for the configuration of a call; store the winner and all measurements.
 
-        If the tuner accepts `records`, the search starts from stored measurements of this and similar calls.
+        The search starts from stored measurements of this and similar calls.
 
         Args:
             inv: The call.
@@ -288,7 +289,7 @@ class ConfigSelectorChain(Copied, Generic[Cfg, Out]):
         yield MEMORY, request.memory()
         yield PERSISTENT, request.saved(PERSISTENT, "use")
         yield SHIPPED, request.shipped(SHIPPED)
-        if getattr(self.persistent, "shared", ()):
+        if self.persistent is not None and self.persistent.shared:
             yield SHARED, request.shared()
         may_tune = request.policy.autotune
         yield AUTOTUNE, self._from_tuning(request) if may_tune else "the policy does not allow it (autotune=False)"
@@ -366,3 +367,40 @@ class BareChooser(Generic[Cfg, Out]):
         """Return its only answer."""
         found = self.resolve(inv, kernel)
         return [Consulted(found.source, found)]
+
+
+def why_no_entry(store: PersistentCache, inv: Invocation[Cfg, Out], key: ConfigKey) -> str:
+    """Return why `store` has no configuration for a call: a sentence for `explain`."""
+    problem = store.problem(key, None if inv.kernel is None else inv.kernel.config_type)
+    if problem is not None:
+        return f"there is an entry that cannot be used: {printable(problem)}"
+    # Include other versions of the operation, because they show that it was tuned before.
+    name = key.op.rpartition("@v")[0]
+    known = [(other, entry.call) for other, entry in store.entries(name) if other.op.rpartition("@v")[0] == name]
+    same = [other for other, _ in known if other.call == key.call]
+    if same:
+        others = [_elsewhere(other, key) for other in same]
+        return f"no entry; this call was tuned {' and '.join(dict.fromkeys(others))}"
+    here = [call for other, call in known if other[:2] == key[:2] and isinstance(call, dict)]
+    if not here:
+        elsewhere = dict.fromkeys(_elsewhere(other, key) for other, _ in known if other[:2] != key[:2])
+        text = "other calls of the operation were tuned"
+        why = f"{text} {' and '.join(elsewhere)}" if elsewhere else store.why_nothing
+        return f"no entry; {why}" if why else "no entry"
+    mine, nearest = arguments(inv.description), max(here, key=lambda call: _likeness(inv.description, call))
+    if arguments(nearest) != mine:
+        return f"no entry; closest tuned call: {arguments(nearest)}"
+    names = {**inv.description, **nearest}.keys() - {"wiring"}  # the origin of a call is no part of its key
+    others = sorted(printable(name) for name in names if inv.description.get(name) != nearest.get(name))
+    return f"no entry; a call with these arguments and another value of {' and '.join(others)} was tuned"
+
+
+def _likeness(wanted: object, stored: object) -> float:
+    return difflib.SequenceMatcher(None, arguments(wanted), arguments(stored)).ratio()
+
+
+def _elsewhere(other: ConfigKey, key: ConfigKey) -> str:
+    """Return how a key of the same operation differs from the wanted one: in device, version, or both."""
+    version = f"as version {printable(other.op.rpartition('@v')[2])}" if other.op != key.op else ""
+    device = f"on {printable(other.device)}" if other.device != key.device else ""
+    return " ".join(part for part in (version, device) if part) or "here"

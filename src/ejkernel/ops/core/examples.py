@@ -71,38 +71,6 @@ def why_not_finite(kernel: Computation[Any, Any], given: GivenInputs | None) -> 
     )
 
 
-def example_types(inv: Invocation[Cfg, Out]) -> list[jax.ShapeDtypeStruct]:
-    """Return the types of the arrays that `example_arrays` returns."""
-    return list(inv.argument_types)
-
-
-def example_arrays(
-    inv: Invocation[Cfg, Out],
-    rng: np.random.Generator,
-    choice: Choice,
-    given: GivenInputs | None = None,
-    *,
-    save: Save | None = None,
-    scale: float = 1.0,
-) -> list[Any]:
-    """Return arrays for all arguments of `inv.node`: residuals, the call's own arrays, tangents or cotangents.
-
-    Residuals must match the arrays, so they are computed, with `choice` or by `save`; all other arrays are random.
-
-    Args:
-        inv: The call.
-        rng: Source of random numbers.
-        choice: The configuration of the forward that computes the residuals.
-        given: The user's inputs, in place of random arrays.
-        save: A compiled function that computes the residuals; see `saver`.
-        scale: Factor on the call's own floating-point arrays; see `may_be_scaled`.
-    """
-    made = _primals(inv, rng) if given is None else given.arrays(inv, rng)
-    if scale != 1.0:
-        made = [array * jnp.asarray(scale, array.dtype) if is_inexact(array) else array for array in made]
-    return _completed(inv, rng, save or saver(inv.node.forward, choice), made, {})
-
-
 def example_sets(
     inv: Invocation[Cfg, Out],
     rng: np.random.Generator,
@@ -112,16 +80,28 @@ def example_sets(
     save: Save | None = None,
     scale: float = 1.0,
 ) -> dict[str, list[Any]]:
-    """Return the input sets for measuring the call, by name: one from `example_arrays`, or the kernel's draws.
+    """Return sets of arrays for all arguments of `inv.node`, by name: the kernel's draws, or else a single set.
 
-    Arrays outside the kernel's draws, such as cotangents, are the same in all sets.
+    A set has residuals, the call's own arrays, and tangents or cotangents. Residuals must match the arrays, so they are
+    computed, with `choice` or by `save`; arrays that neither the kernel nor the user makes are random. Arrays outside
+    the kernel's draws, such as cotangents, are the same in all sets.
+
+    Args:
+        inv: The call.
+        rng: Source of random numbers.
+        choice: The configuration of the forward that computes the residuals.
+        given: The user's inputs, in place of random arrays.
+        save: A compiled function that computes the residuals; see `saver`.
+        scale: Factor on the call's own floating-point arrays; see `may_be_scaled`.
     """
-    kernel = kernel_of(inv)
-    if given is not None or not overrides(kernel, "example_draws"):
-        return {"": example_arrays(inv, rng, choice, given, save=save, scale=scale)}
-    shared: dict[int, Any] = {}
-    save = save or saver(inv.node.forward, choice)
-    return {name: _completed(inv, rng, save, made, shared) for name, made in _draws(kernel, inv, rng).items()}
+    kernel, save = kernel_of(inv), save or saver(inv.node.forward, choice)
+    if given is None and overrides(kernel, "example_draws"):
+        shared: dict[int, Any] = {}
+        return {name: _completed(inv, rng, save, made, shared) for name, made in _draws(kernel, inv, rng).items()}
+    made = _primals(inv, rng) if given is None else given.arrays(inv, rng)
+    if scale != 1.0:
+        made = [array * jnp.asarray(scale, array.dtype) if is_inexact(array) else array for array in made]
+    return {"": _completed(inv, rng, save, made, {})}
 
 
 def guessed_integers(inv: Invocation[Cfg, Out]) -> str:

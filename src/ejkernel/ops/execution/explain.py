@@ -12,12 +12,10 @@ import jax
 
 from ejkernel import compat
 from ejkernel.ops.config.agreement.agreement import agreed_before
-from ejkernel.ops.config.cache import AUTOTUNE, MEMORY, OVERLAY, OVERRIDE, PERSISTENT, SHARED
-from ejkernel.ops.config.entries import StoredEntry, text_of_differences
-from ejkernel.ops.config.misses.nearest import why_no_entry
+from ejkernel.ops.config.cache import AUTOTUNE, MEMORY, ORDER, OVERLAY, OVERRIDE, PERSISTENT, SHARED
+from ejkernel.ops.config.entries import StepNote, StoredEntry, text_of_differences
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Consulted, Resolution
-from ejkernel.ops.config.step_notes import StepNote
+from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Consulted, Resolution, why_no_entry
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import kernel_of, overrides
 from ejkernel.ops.core.transformations.nodes import Choice
@@ -34,6 +32,23 @@ from ejkernel.ops.utils.values.signature import is_array
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.store.log import StoredSearch
     from ejkernel.ops.autotuner.trials.status import SearchProgress
+
+
+# Answers of tiers that say nothing about the call.
+_USUAL = frozenset(
+    {
+        "no cfg= was given",
+        "none in force",
+        "nothing remembered",
+        "no entry",
+        "no entry of a similar device",
+        "no estimates",
+        "none for this call",
+        "the policy does not allow it (autotune=False)",
+        "the kernel has a heuristic for the backward call",
+        "its forward call has no measured configuration either",
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,21 +102,42 @@ class Explanation(Shown):
         return None if self.resolution is None else self.resolution.source
 
     def __str__(self) -> str:
-        key = f"{self.key.call} on {self.key.device}" if self.key is not None else f"none: {self.key_note}"
-        lines = [f"{self.op_id_v}{f'  {self.arguments}' if self.arguments else ''}", f"  key        {key}"]
-        lines += [f"  {consulted.tier:<10} {_answer_text(consulted)}" for consulted in self.tiers]
-        lines += [f"  {name:<10} - does not run: {reason}" for name, reason in self.refused.items()]
-        lines += [f"  others     - {self.elsewhere}"] if self.elsewhere else []
-        if self.search_text:
-            lines += [f"  search     {self.search_text}", f"  candidates {self.candidates}"]
-        if self.split or self.split_note:
-            lines.append(f"  devices    {'split ' + ', '.join(self.split) if self.split else '- ' + self.split_note}")
-        label = f"{self.label} (its name in the program's text)" if self.label else f"- {self.label_note}"
-        lines.append(f"  label      {label}")
-        lines.append(f"  => {self.answer}")
+        return self.text()
+
+    def text(self, *, verbose: bool = False, target: str = "") -> str:
+        """Return it as text.
+
+        Args:
+            verbose: Whether every tier has a line, also one that has no answer for the usual reason or was not asked.
+            target: The name of the target that the call is explained for; empty for this device.
+        """
+        lines = (f"  {name:<10} {text}" for name, text in self.facts(verbose=verbose, target=target))
         # Keys, notes and configurations may quote files.
-        width = terminal_width()
-        return "\n".join(wrapped(printable(line), width, indent=13) for line in lines)
+        every = (f"{self.op_id_v}  {self.arguments}".rstrip(), *lines, f"  => {self.answer}")
+        return "\n".join(wrapped(printable(line), terminal_width(), indent=13) for line in every)
+
+    def facts(self, *, verbose: bool = False, target: str = "") -> list[tuple[str, str]]:
+        """Return the key, the answers of the tiers, and what else is known about the call, each with its name."""
+        said = [
+            ("key", f"{self.key.call} on {self.key.device}" if self.key else f"none: {self.key_note}"),
+            *self._tiers(verbose),
+            *((name, f"does not run: {reason}") for name, reason in self.refused.items()),
+            ("others", self.elsewhere(target)),
+            *([("search", self.search_text), ("candidates", self.candidates)] if self.search_text else []),
+            ("devices", f"split {', '.join(self.split)}" if self.split else self.split_note),
+            ("label", f"{self.label} (its name in the program's text)" if self.label else f"none: {self.label_note}"),
+        ]
+        return [(name, text) for name, text in said if text]
+
+    def _tiers(self, verbose: bool) -> list[tuple[str, str]]:
+        """Return the tiers that say something about the call, or every tier, each with its answer."""
+        found = {tier.tier: _answer_text(tier) for tier in self.tiers}
+        if verbose:
+            known = {tier.name: f"not asked{tier.only and f': only {tier.only}'}" for tier in ORDER}
+            # A user's own chooser asks no tiers.
+            return list((known | found if found.keys() <= known.keys() else found).items())
+        silent = [tier.tier for tier in self.tiers if tier.resolution is None and tier.note in _USUAL]
+        return [("no answer", ", ".join(silent)), *(each for each in found.items() if each[0] not in silent)]
 
     @property
     def search_text(self) -> str:
@@ -121,13 +157,12 @@ class Explanation(Shown):
         """The refusals because of the call rather than the device."""
         return {name: reason for name, reason in self.refusals.items() if not self._is_elsewhere(reason)}
 
-    @property
-    def elsewhere(self) -> str:
-        """The number of implementations for other devices, as a sentence; empty if there are none."""
-        return self.elsewhere_on()
+    def elsewhere(self, target: str = "") -> str:
+        """Return the number of implementations for other devices, as a sentence; empty if there are none.
 
-    def elsewhere_on(self, target: str = "") -> str:
-        """Return the same sentence for an explanation on the target of this name."""
+        Args:
+            target: See `text`.
+        """
         count = len(self.refusals) - len(self.refused)
         do = "does" if count == 1 else "do"
         where, option = (target, f" --target {target}") if target else ("this device", "")
@@ -140,22 +175,12 @@ class Explanation(Shown):
 
 def _answer_text(consulted: Consulted) -> str:
     if consulted.resolution is None:
-        return f"- {consulted.note}"
+        return consulted.note
     return f"{compact(consulted.resolution.config)}{f'  ({consulted.note})' if consulted.note else ''}"
 
 
 class Explanations(tuple[Explanation, ...], Shown):
-    """One explanation for each kernel call in a function; `str(explanations)` is readable text.
-
-    With a single call, it also has the attributes of its explanation.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in dir(Explanation) or name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if len(self) != 1:
-            raise AttributeError(f"the function has {counted(len(self), 'call')}; take one, e.g. explained[0].{name}")
-        return getattr(self[0], name)
+    """One explanation for each kernel call in a function; `str(explanations)` is readable text."""
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self)) or "no kernel is called"
@@ -212,8 +237,7 @@ def _search_of(chooser: object, key: ConfigKey | None) -> dict[str, Any]:
 
 def _command_for(search: StoredSearch) -> str:
     """Return the command that prints the candidates of a search."""
-    if search.path is None:
-        return "in this process only, because the cache cannot be written"
+    assert search.path is not None  # it was loaded from a file
     folder = search.path.parents[2]
     usual = folder in tuple(PersistentCache().folders())
     place = "" if usual else f" --cache {shlex.quote(str(folder))}"

@@ -17,7 +17,6 @@ from ejkernel.ops.autotuner.trials.events import Counter, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry
 from ejkernel.ops.autotuner.tuner import Autotuner, process_session
-from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.context import numerics
@@ -344,7 +343,7 @@ def autotune(
         `PreparedCalls`, which can be printed; no configuration changes.
     """
     function, args = unbound(function, args)
-    options = {"configs": configs, "inputs": inputs, "calls": calls, "weights": weights}
+    options: dict[str, Any] = {"configs": configs, "inputs": inputs, "calls": calls, "weights": weights}
     if isinstance(kwargs.get("target"), str | Target):
         from ejkernel.ops.execution.targeted import Preparation  # few programs prepare for another device
 
@@ -353,19 +352,8 @@ def autotune(
     if not isinstance(function, Kernel):
         _check_counts(num_warmup, num_iters)
         return tune_invocations(_chain(None), _calls_in(function, (args, kwargs), options))
-    found = autotune_kernel(
-        function,
-        *args,
-        configs=configs,
-        inputs=inputs,
-        calls=calls,
-        weights=weights,
-        num_warmup=num_warmup,
-        num_iters=num_iters,
-        **kwargs,
-    )
-    search = found.searches[0]  # a user's own tuner may return another type
-    return search.config if getattr(search, "stays", None) is None else search.stays
+    found = autotune_kernel(function, *args, **options, num_warmup=num_warmup, num_iters=num_iters, **kwargs)
+    return found.searches[0].in_force
 
 
 @frames_hidden
@@ -419,8 +407,7 @@ def _result(
     entries, searches = [], []
     for calls, data in searched:
         for inv, found in [(calls[0].inv, data)] if len(calls) == 1 else ((o.inv, o) for o in data.of_each_call()):
-            # A user's own tuner may return another type.
-            is_winner = not getattr(data, "not_saved", "") or data.is_only_here
+            is_winner = not data.not_saved or data.is_only_here
             in_force = data if is_winner else saved_before(chain, kernel_of(inv), inv)
             if in_force is not None:
                 entries.append(Entry(inv.op_id_v, inv.call_key, in_force.config))
@@ -431,8 +418,8 @@ def _result(
 def _place_of(chain: ConfigSelectorChain[Any, Any], searches: Sequence[AutotuneData]) -> str:
     """Return the folder with these searches; empty if only the memory of this process has them."""
     store = chain.persistent if chain.persist_autotune else None
-    is_on_disk = any(not getattr(search, "is_only_here", False) for search in searches)
-    return str(store.path) if isinstance(store, PersistentCache) and store.path is not None and is_on_disk else ""
+    is_on_disk = any(not search.is_only_here for search in searches)
+    return str(store.path) if store is not None and store.path is not None and is_on_disk else ""
 
 
 _FOR_KERNELS = {

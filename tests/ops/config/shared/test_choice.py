@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ops.config.shared.stores import entry
 
+from ejkernel.ops.config.entries import StepNote
 from ejkernel.ops.config.shared.choice import best_of_classes, by_preference, evidence, judge
-from ejkernel.ops.config.step_notes import StepNote
 
 NOTE = StepNote(target="train:step", before_us=1.0, after_us=1.0, speedup=1.0, low=1.0, high=1.0, rounds=9)
 

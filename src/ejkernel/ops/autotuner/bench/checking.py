@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ejkernel.ops.autotuner.bench.oracle import REFERENCE, Oracle, Workload, result_names
 from ejkernel.ops.autotuner.measure.correctness import Deviation, deviations, is_all_finite
-from ejkernel.ops.autotuner.measure.memory import check_room, peak_bytes
+from ejkernel.ops.autotuner.measure.measurement import check_room, peak_bytes
 from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.errors import CandidateError, DeviceLostError, TuningError

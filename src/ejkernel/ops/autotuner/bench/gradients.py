@@ -13,7 +13,7 @@ import numpy as np
 
 from ejkernel import compat
 from ejkernel.ops.autotuner.bench.oracle import Oracle, result_names
-from ejkernel.ops.autotuner.measure.memory import check_room, peak_bytes
+from ejkernel.ops.autotuner.measure.measurement import check_room, peak_bytes
 from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.core.callspec import CallSpec, array_names
 from ejkernel.ops.core.hooks import form_of

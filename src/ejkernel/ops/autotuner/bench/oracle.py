@@ -18,7 +18,7 @@ import numpy as np
 from ejkernel import compat
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, result_within
 from ejkernel.ops.autotuner.measure.correctness import check_results, is_nowhere_finite
-from ejkernel.ops.autotuner.measure.memory import check_room, peak_bytes
+from ejkernel.ops.autotuner.measure.measurement import check_room, peak_bytes
 from ejkernel.ops.autotuner.measure.sampling import Case
 from ejkernel.ops.autotuner.process.threads import in_callers_context
 from ejkernel.ops.autotuner.process.watch import Watch

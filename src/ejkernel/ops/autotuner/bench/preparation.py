@@ -15,7 +15,7 @@ import jax
 from ejkernel.ops.autotuner.bench.checking import check
 from ejkernel.ops.autotuner.bench.oracle import Oracle
 from ejkernel.ops.autotuner.compile.threads import CompileThreads, Done, GivenUpError
-from ejkernel.ops.autotuner.measure.memory import check_room, num_bytes
+from ejkernel.ops.autotuner.measure.measurement import check_room, num_bytes
 from ejkernel.ops.autotuner.process.threads import in_callers_context
 from ejkernel.ops.autotuner.trials.candidates import (
     Candidate,
@@ -26,7 +26,6 @@ from ejkernel.ops.autotuner.trials.candidates import (
     program_digest,
 )
 from ejkernel.ops.autotuner.trials.status import Status
-from ejkernel.ops.core.examples import example_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.errors import CandidateError
@@ -94,7 +93,7 @@ class Preparation:
         """
         watch = self.oracle.watch
         check_room(
-            sum(num_bytes(like) for oracle in self.oracle.all for like in example_types(oracle.inv)),
+            sum(num_bytes(like) for oracle in self.oracle.all for like in oracle.inv.argument_types),
             f"the inputs{' of all calls together' * (len(self.oracle.all) > 1)}",
         )
         jobs = [in_callers_context(functools.partial(self._compile, candidate)) for candidate in candidates]
@@ -237,7 +236,7 @@ class Preparation:
 
 def lower(inv: Invocation[Any, Any], choice: Choice) -> jax.stages.Lowered:
     """Return the program of a call."""
-    return jax.jit(inv.node.flat(choice)).lower(*example_types(inv))
+    return jax.jit(inv.node.flat(choice)).lower(*inv.argument_types)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

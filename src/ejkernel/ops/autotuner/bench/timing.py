@@ -12,8 +12,14 @@ import jax.numpy as jnp
 
 from ejkernel.ops.autotuner.bench.checking import check_device
 from ejkernel.ops.autotuner.bench.oracle import Oracle, Workload
-from ejkernel.ops.autotuner.measure.measurement import OnEach, Runner, interleaved, sets_for_cold
-from ejkernel.ops.autotuner.measure.memory import device_bytes, num_bytes
+from ejkernel.ops.autotuner.measure.measurement import (
+    OnEach,
+    Runner,
+    device_bytes,
+    interleaved,
+    num_bytes,
+    sets_for_cold,
+)
 from ejkernel.ops.autotuner.measure.sampling import Sampling
 from ejkernel.ops.autotuner.process.watch import Watch
 from ejkernel.ops.autotuner.trials.candidates import Candidate

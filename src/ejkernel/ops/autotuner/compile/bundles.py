@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bundles: candidates compiled on one machine and measured on another.
 
-A bundle is a folder with `manifest.json` (the calls and the status of each candidate) and one file of compressed
-machine code per program. The manifest is data: configurations decode strictly, into types defined by the user's
-modules. It contains the digest of each file and ends with its own digest. Measuring a bundle runs its machine code
-unchecked, so measure only bundles that you trust.
+A bundle is a folder with `manifest.json` (the calls and the status of each candidate) and two files per program: its
+compressed machine code, and facts with the digest of the code. The manifest is data: configurations decode strictly,
+into types defined by the user's modules. It names the programs and ends with its own digest. Measuring a bundle runs
+its machine code unchecked, so measure only bundles that you trust.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from ejkernel.ops.autotuner.compile.processes import compile_processes
-from ejkernel.ops.autotuner.compile.programs import Programs, figures
+from ejkernel.ops.autotuner.compile.programs import Programs, read_program
 from ejkernel.ops.autotuner.compile.targets import Target, compile_for
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, CompileThreads, Done
 from ejkernel.ops.autotuner.process.threads import in_callers_context
@@ -41,13 +41,12 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, ConfigError, DescriptionError, SerializationError, TuningWarning
 from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.messages.warn import warn
-from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json, to_data
+from ejkernel.ops.utils.storage.serialize import from_plain, read_object, sealed_json, to_data
 
-SCHEMA: Final = 4
+SCHEMA: Final = 5
 _MANIFEST = "manifest.json"
 _LARGEST = 16 << 20  # bytes of a manifest; a candidate takes hundreds
-_MOST_ARRAYS = 1 << 16  # that a program takes or returns
-_FILE = re.compile(r"[0-9a-f-]+\.bin")
+_PROGRAM = re.compile("[0-9a-f]{64}")
 
 MOST_CANDIDATES: Final = 100  # of a `ConfigSpace`
 
@@ -107,13 +106,7 @@ class _Row:
     status: Status
     reason: str = ""
     compile_seconds: float | None = None
-    file: str | None = None
-    sha256: str | None = None
-    inputs: int = 0
-    outputs: int = 0
-    mosaic: bool = False
-    spilled: int | None = None
-    vector_memory: int | None = None
+    program: str | None = None  # its digest
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +168,7 @@ def compile_bundle(
             how = (target, processes, progress, programs)
             written = [_written(inv, configs, _compile_call(inv, configs, *how)) for inv, configs in aimed]
             write_file(folder / _MANIFEST, sealed_json(_Manifest(schema=SCHEMA, calls=written, **compilers)))
-            programs.end({row.file for call in written for row in (*call.candidates, call.reference) if row})
+            programs.end({row.program for call in written for row in (*call.candidates, call.reference) if row})
     except OSError as error:
         raise ConfigError(f"the bundle's folder {folder} cannot be written: {error}") from error
     return [_bundled(call, folder) for call in written]
@@ -267,22 +260,20 @@ def _written(inv: Invocation[Cfg, Out], configs: Sequence[object], ended: Sequen
     """Return a call's part of the manifest."""
     rows, first = [], dict[str, Any]()
     for config, done in zip(configs, ended, strict=False):
-        digest = done.result.digest if done.result is not None else ""
         row = _row(config, done)
-        if digest in first:
-            reason = f"the same program as {compact(first[digest])}"
-            row = dataclasses.replace(row, status=Status.SAME, reason=reason)
-        else:
-            row = _with_file(row, done.result)
-            first |= {digest: config} if digest else {}
+        if row.program in first:
+            reason = f"the same program as {compact(first[row.program])}"
+            row = dataclasses.replace(row, status=Status.SAME, reason=reason, program=None)
+        elif row.program is not None:
+            first[row.program] = config
         rows.append(row)
-    reference = _with_file(_row(None, ended[-1]), ended[-1].result) if len(ended) > len(configs) else None
-    has_file = reference is not None and reference.file is not None
-    return _Call(description=inv.description, candidates=rows, reference=reference if has_file else None)
+    reference = _row(None, ended[-1]) if len(ended) > len(configs) else None
+    has_program = reference is not None and reference.program is not None
+    return _Call(description=inv.description, candidates=rows, reference=reference if has_program else None)
 
 
 def _row(config: object, done: Done[Program]) -> _Row:
-    """Return the manifest row of a candidate or of the reference, without its file."""
+    """Return the manifest row of a candidate or of the reference."""
     program, error = done.result, done.error
     if program is None:
         status = Status.FAILED
@@ -297,15 +288,8 @@ def _row(config: object, done: Done[Program]) -> _Row:
         status=status,
         reason=reason,
         compile_seconds=round(done.seconds, 3),
+        program=program.digest if program is not None and isinstance(program.code, CodeFile) else None,
     )
-
-
-def _with_file(row: _Row, program: Program | None) -> _Row:
-    """Return the row with the fields needed to load its program, if that has a file."""
-    if program is None or not isinstance(program.code, CodeFile):
-        return row
-    file = program.code
-    return dataclasses.replace(row, file=file.path.name, sha256=file.sha256, **figures(program))
 
 
 # --- reading a bundle ---
@@ -360,11 +344,11 @@ def device_and_versions() -> tuple[str, str, str]:
 
 def _bundled(call: _Call, folder: Path, why_left: str = "") -> BundledCall:
     """Return a call of a manifest; without its programs if `why_left` says why they are not used."""
-    reference = None if why_left or call.reference is None else call.reference
+    reference = None if call.reference is None else _program(call.reference, folder, why_left)[0]
     return BundledCall(
         description=call.description,
         candidates=tuple(_compiled(row, folder, why_left) for row in call.candidates),
-        reference=None if reference is None else _whole(_program(reference, folder))[0],
+        reference=reference,
     )
 
 
@@ -378,39 +362,30 @@ def _compiled(row: _Row, folder: Path, why_left: str) -> BundledCandidate:
         raise ConfigError(
             f"the bundle {folder} needs the module of {name!r}; import it first (--import MODULE): {error}"
         ) from error
-    program = _program(row, folder)
-    program, reason = (None, why_left) if why_left and program is not None else _whole(program)
+    program, reason = _program(row, folder, why_left)
     outcome = Outcome(
         config=config,
         status=Status.LEFT if reason else row.status,
         reason=reason or row.reason,
         compile_seconds=row.compile_seconds,
-        spilled=row.spilled,
+        spilled=None if program is None else program.spilled,
     )
     return BundledCandidate(outcome=outcome, program=program)
 
 
-def _whole(program: Program | None) -> tuple[Program | None, str]:
-    """Return `(program, "")`, or `(None, reason)` with a warning if its file is not usable."""
-    if program is None or not isinstance(program.code, CodeFile):
+def _program(row: _Row, folder: Path, why_left: str) -> tuple[Program | None, str]:
+    """Return the program of a row, if it has one, or why this machine compiles it, with a warning if it is damaged."""
+    if row.program is None:
+        if row.status == Status.READY:
+            raise ConfigError(f"the bundle {folder} has a candidate without its program; compile it again.")
         return None, ""
+    if not _PROGRAM.fullmatch(row.program):
+        raise ConfigError(f"the bundle {folder} names a file outside of it: {row.program!r}.")
+    if why_left:
+        return None, why_left
     try:
-        # Compares the digest of the file with that of the row.
-        program.code.read()
+        # Nothing compares programs of a bundle, so the digest is not needed any longer.
+        return dataclasses.replace(read_program(folder, row.program).program, digest=""), ""
     except CandidateError as error:
         warn(f"a candidate is compiled here: {error}", TuningWarning)
         return None, str(error)
-    return program, ""
-
-
-def _program(row: _Row, folder: Path) -> Program | None:
-    if row.file is None or row.sha256 is None:
-        if row.status == Status.READY or (row.file, row.sha256) != (None, None):
-            raise ConfigError(f"the bundle {folder} has a program without its file or digest; compile it again.")
-        return None
-    if not _FILE.fullmatch(row.file):
-        raise ConfigError(f"the bundle {folder} names a file outside of it: {row.file!r}.")
-    if not (0 <= row.inputs <= _MOST_ARRAYS and 0 <= row.outputs <= _MOST_ARRAYS):
-        counts = f"{describe(row.inputs)} arrays and returns {describe(row.outputs)}"
-        raise ConfigError(f"the bundle {folder} has a program that takes {counts}; compile it again.")
-    return Program(code=CodeFile(folder / row.file, row.sha256), **figures(row))

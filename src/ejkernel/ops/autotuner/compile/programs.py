@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of a bundle's programs, which a second attempt at an interrupted bundle uses again.
 
-A program's file has the name of its digest, that of the lowered program. Beside it is a file of facts until the bundle
-has a manifest. A second attempt lowers every candidate again, and compiles those whose digest is not there yet. So a
-kernel that was changed in between is compiled as it is now. Candidates that failed are tried again.
+The files of a program, its code and its facts, have the name of its digest, that of the lowered program. A second
+attempt lowers every candidate again, and compiles those whose digest is not there yet. So a kernel that was changed in
+between is compiled as it is now. Candidates that failed are tried again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from ejkernel.ops.autotuner.compile.threads import Done
 from ejkernel.ops.autotuner.trials.candidates import CodeFile, Program
@@ -22,29 +22,46 @@ from ejkernel.ops.config._files import UnusableError, read_file
 from ejkernel.ops.config._writing import exclusive, write_file
 from ejkernel.ops.errors import CandidateError, ConfigError, SerializationError
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.storage.serialize import from_plain, read_object, sealed_json
+from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json
 
 logger = logging.getLogger(__name__)
 
-_SCHEMA: Final = 1
+_SCHEMA: Final = 2
 _LARGEST: Final = 1 << 16  # bytes of a file of facts
+_MOST_ARRAYS: Final = 1 << 16  # that a program takes or returns
 _FACTS, _CODE = ".facts.json", ".bin"
 _FILE: Final = re.compile(r"([0-9a-f]{64})(\.facts\.json|\.bin)|\..*\.tmp")  # the last are those of a killed writer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Facts:
-    """The figures of a program in a bundle, and the versions of its compilers."""
+    """The facts of a program in a bundle, and the versions of its compilers."""
 
     schema: int
     compilers: dict[str, str]
     code: str  # digest of its file
     compile_seconds: float
-    inputs: int
-    outputs: int
-    mosaic: bool
-    spilled: int | None
-    vector_memory: int | None
+    program: Program
+
+
+def read_program(folder: Path, digest: str) -> _Facts:
+    """Return the facts of a program in a bundle, after checking its code.
+
+    Raises:
+        CandidateError: The program is missing, or a file of it is damaged.
+    """
+    file = folder / f"{digest}{_FACTS}"
+    try:
+        facts = from_plain(read_object(read_file(file, _LARGEST) or b"", _SCHEMA, "the facts of a program"), _Facts)
+    except (UnusableError, SerializationError) as error:
+        raise CandidateError(f"its program {file.name} cannot be used: {error}") from error
+    program = facts.program
+    arrays = (program.inputs, program.outputs)
+    if program.digest != digest or not 0 <= min(arrays) <= max(arrays) <= _MOST_ARRAYS:
+        raise CandidateError(f"its program {file.name} is another one, or takes or returns {describe(arrays)} arrays")
+    code = CodeFile(folder / f"{digest}{_CODE}", facts.code)
+    code.read()
+    return dataclasses.replace(facts, program=dataclasses.replace(program, code=code))
 
 
 class Programs:
@@ -102,10 +119,10 @@ class Programs:
         self._found[program.digest] = found
         return found
 
-    def end(self, files: Collection[str | None]) -> None:
-        """Remove the facts, and programs that the manifest does not name."""
+    def end(self, digests: Collection[str | None]) -> None:
+        """Remove the programs that the manifest does not name."""
         for file in self._folder.iterdir():
-            if (match := _FILE.fullmatch(file.name)) is not None and match[2] and file.name not in files:
+            if (match := _FILE.fullmatch(file.name)) is not None and match[1] and match[1] not in digests:
                 file.unlink()
 
     def _written(self, program: Program, code: bytes, seconds: float) -> Program:
@@ -115,7 +132,7 @@ class Programs:
             compilers=self._compilers,
             code=file.sha256,
             compile_seconds=seconds,
-            **figures(program),
+            program=dataclasses.replace(program, code=None),
         )
         # after the code, so that a program with facts is whole
         write_file(self._folder / f"{program.digest}{_FACTS}", sealed_json(facts))
@@ -124,20 +141,11 @@ class Programs:
     def _earlier(self) -> Iterator[tuple[str, Done[Program]]]:
         """Yield the digests and programs of an earlier attempt by the same compilers."""
         for file in self._folder.glob(f"*{_FACTS}"):
+            digest = file.name.removesuffix(_FACTS)
             try:
-                raw = read_file(file, _LARGEST)
-                facts = from_plain(read_object(raw or b"", _SCHEMA, "the facts of a program"), _Facts)
-                digest = file.name.removesuffix(_FACTS)
-                code = CodeFile(self._folder / f"{digest}{_CODE}", facts.code)
-                code.read()
-            except (UnusableError, SerializationError, CandidateError) as error:
-                logger.warning("a program is compiled again: %s: %s", printable(file), printable(error))
+                facts = read_program(self._folder, digest)
+            except CandidateError as error:
+                logger.warning("a program is compiled again: %s", printable(error))
                 continue
             if facts.compilers == self._compilers:
-                program = Program(digest=digest, code=code, **figures(facts))
-                yield digest, Done(0, program, None, facts.compile_seconds)
-
-
-def figures(found: Any) -> dict[str, Any]:
-    """Return the fields that a program shares with its row of a manifest and its facts."""
-    return {name: getattr(found, name) for name in ("inputs", "outputs", "mosaic", "spilled", "vector_memory")}
+                yield digest, Done(0, facts.program, None, facts.compile_seconds)

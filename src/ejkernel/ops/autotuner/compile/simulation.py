@@ -23,7 +23,6 @@ from ejkernel.ops.autotuner.compile.schedules import cycles_of
 from ejkernel.ops.autotuner.compile.targets import Target, target_names
 from ejkernel.ops.autotuner.trials.candidates import Program, program_digest
 from ejkernel.ops.core.context import numerics
-from ejkernel.ops.core.examples import example_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.nodes import factors, local
 from ejkernel.ops.core.transformations.nodes import Choice
@@ -79,7 +78,7 @@ def simulate_for(inv: Invocation[Cfg, Out], choice: Choice, target: Target, *, f
     Raises:
         CandidateError: The simulator cannot estimate this program.
     """
-    own, types = _prepared(folder), example_types(inv)
+    own, types = _prepared(folder), inv.argument_types
     with target.entered(), numerics(inv.numerics):
         traced = _traced(inv.node, types, choice, target)
         facts = compat.tracing.kernel_facts(traced.jaxpr)

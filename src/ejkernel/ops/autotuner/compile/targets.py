@@ -18,7 +18,6 @@ import numpy as np
 from ejkernel import compat, settings
 from ejkernel.ops.autotuner.trials.candidates import Program, program_digest
 from ejkernel.ops.core.context import numerics
-from ejkernel.ops.core.examples import example_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, Out
@@ -194,7 +193,7 @@ def compile_for(
         only_once: The program runs once, so compile it even if XLA would tune it on the device.
         known: Digests of programs that are only lowered; they are returned without code.
     """
-    types = [target.placed(like) for like in example_types(inv)]
+    types = [target.placed(like) for like in inv.argument_types]
     with target.entered(), numerics(inv.numerics):
         try:
             lowered = jax.jit(inv.node.flat(choice)).lower(*types)

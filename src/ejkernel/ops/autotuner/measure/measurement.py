@@ -6,13 +6,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import jax
 import numpy as np
 
-from ejkernel.ops.autotuner.measure.memory import num_bytes, output_bytes, peak_bytes
+from ejkernel import compat
 from ejkernel.ops.autotuner.measure.sampling import (
     PROCESSOR,
     Case,
@@ -32,8 +34,10 @@ from ejkernel.ops.autotuner.measure.timers import (
     work_between,
 )
 from ejkernel.ops.autotuner.process.threads import on_measuring_thread
-from ejkernel.ops.errors import CandidateError, ConfigError
+from ejkernel.ops.errors import CandidateError, ConfigError, TuningError
 from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.fingerprint import default_device
+from ejkernel.ops.utils.formatting import size
 from ejkernel.ops.utils.messages.names import check_argument, is_count
 from ejkernel.ops.utils.values.signature import is_array
 
@@ -105,9 +109,6 @@ class Runner:
         function: The function; a `jax.stages.Compiled` also provides memory figures.
         argument_sets: Sets of positional arguments of equal shapes; at least one.
         case: The case of these arguments, if there are several.
-
-    Raises:
-        ConfigError: There is no set of arguments.
     """
 
     def __init__(
@@ -117,8 +118,6 @@ class Runner:
         *,
         case: Case | None = None,
     ) -> None:
-        if not argument_sets:
-            raise ConfigError("argument_sets must contain the arguments of at least one call, got none.")
         self.function = function
         self.argument_sets = tuple(tuple(arguments) for arguments in argument_sets)
         self.case = case
@@ -200,7 +199,7 @@ Measured = Callable[[], Any] | OnEach
 def interleaved(
     functions: Sequence[Measured],
     *,
-    rounds: int | None = None,
+    rounds: int = 10,
     sampling: Sampling | None = None,
     warmup: int = 2,
     stop: Callable[[], bool] = lambda: False,
@@ -214,22 +213,14 @@ def interleaved(
 
     Args:
         functions: The functions; a `Runner` adds memory figures. Either all or none are `OnEach`, with the same cases.
-        rounds: The number of samples of each function; or
+        rounds: The number of samples of each function, without `sampling`.
         sampling: The rules that decide which functions to sample, and which is the best.
         warmup: Calls of each function before its first sample.
         stop: Called between samples; returns whether to stop. Functions not sampled by then have no samples.
         on_error: Called with the index of a function that raised and the error. The function is no longer sampled
             and keeps its samples. Without it, the error is raised.
-
-    Raises:
-        ConfigError: Not exactly one of `rounds` and `sampling` is given, or `sampling` is of another number.
     """
-    if (rounds is None) == (sampling is None):
-        raise ConfigError(f"give exactly one of rounds and sampling, got rounds={rounds!r} and sampling={sampling!r}.")
-    if sampling is None:
-        sampling = Sampling(len(functions), plan=SamplingPlan.fixed(rounds or 0), incumbents=())
-    if sampling.count != len(functions):
-        raise ConfigError(f"sampling must be of {len(functions)} functions, got one of {sampling.count}.")
+    sampling = sampling or Sampling(len(functions), plan=SamplingPlan.fixed(rounds), incumbents=())
     sampler = _Sampler([_parts(function) for function in functions], sampling, stop, on_error)
     calls = sampler.warmed_up(warmup)
     # one timer for all: times of different timers do not compare
@@ -361,3 +352,85 @@ def benchmark(
         return float(np.median(times)) * 1e3
 
     return on_measuring_thread(work)
+
+
+# --- the memory that a call needs, and the memory of the device ---
+
+_NOTABLE: Final = 1 << 20  # bytes; see `more_bytes`
+_NOTABLE_SHARE: Final = 0.1
+
+
+def num_bytes(like: Any) -> int:
+    """Return the size in bytes of an array of this shape and dtype; a random key counts as eight bytes."""
+    is_key = compat.tracing.dtypes.issubdtype(like.dtype, compat.tracing.dtypes.prng_key)
+    each: int = 8 if is_key else like.dtype.itemsize
+    return int(math.prod(like.shape)) * each
+
+
+def peak_bytes(compiled: Any) -> int | None:
+    """Return the bytes that a call of a compiled program needs, with inputs and results; `None` if unknown."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return None
+    parts = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes", "alias_size_in_bytes")
+    argument, output, temp, alias = (int(getattr(analysis, part)) for part in parts)
+    # donated arrays are counted among both arguments and results
+    return argument + output + temp - alias
+
+
+def more_bytes(mine: int | None, theirs: int | None) -> int:
+    """Return how many more bytes one program needs than another; 0 if unknown or not notable.
+
+    Notable are 1 MiB and a tenth more.
+    """
+    if mine is None or theirs is None:
+        return 0
+    more = mine - theirs
+    return more if more >= max(_NOTABLE, _NOTABLE_SHARE * theirs) else 0
+
+
+def preferred(times: Sequence[float], needs: Sequence[int | None], *, margin: float) -> int:
+    """Return the index of the candidate to prefer by time and memory.
+
+    Of the candidates within `margin` of the first, those that need notably more memory than the leanest are passed
+    over, and the first of the others is preferred.
+
+    Args:
+        times: The time of each candidate, the best candidate first.
+        needs: The bytes that each candidate needs; `None` if unknown.
+        margin: Share of a candidate's time by which the first must be faster to be preferred to it.
+    """
+    close = [at for at, time in enumerate(times) if times[0] >= time * (1 - margin)]
+    known = {at: need for at in close if (need := needs[at]) is not None}
+    if 0 not in known:
+        return 0
+    least = min(known.values())
+    return next(at for at, need in known.items() if not more_bytes(need, least))
+
+
+def output_bytes(compiled: Any) -> int | None:
+    """Return the bytes of a compiled program's results; `None` if the compiler cannot tell."""
+    analysis = compiled.memory_analysis()
+    return None if analysis is None else int(analysis.output_size_in_bytes)
+
+
+def device_bytes() -> int | None:
+    """Return the memory of the default device in bytes; `None` if unknown."""
+    device = default_device()
+    stats = device.memory_stats()
+    if stats and stats.get("bytes_limit"):
+        return int(stats["bytes_limit"])
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def check_room(needed: int, what: str) -> None:
+    """Raise if the default device has less memory than `needed` bytes.
+
+    Raises:
+        TuningError: The device is too small.
+    """
+    available = device_bytes()
+    if available is not None and needed > available:
+        raise TuningError(f"not enough memory for {what}: {size(needed)} needed, {size(available)} on the device.")

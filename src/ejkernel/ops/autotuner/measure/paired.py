@@ -24,6 +24,7 @@ _NEGLIGIBLE = 0.05  # largest possible gain of a challenger that is settled not 
 _DOUBT = _NEGLIGIBLE - MARGIN  # how far beyond a tie the gain of such a challenger may be
 _UNSTEADY = 1.25  # ratio of the quartiles of the shares above which nine rounds of ten prove little
 _NARROW = 0.02  # half the width of an interval that is shown as a deviation
+_LEAST = 1e-9  # of a share: a clock may read no time at all
 _MOST = 8  # maximum length of a paired sampling, as a multiple of its first rounds
 
 
@@ -54,8 +55,8 @@ class PairedComparison:
     pairs: int
     ahead: int = 0
     behind: int = 0
-    challenger: float = math.nan
-    incumbent: float = math.nan
+    challenger: float = 0.0
+    incumbent: float = 0.0
     settled: bool = False
     judged_by: str = CLOCK
     doubt: str = ""
@@ -142,7 +143,7 @@ def compare(
     settled = wins or (stays and gain <= (max(negligible, margin) if is_last else negligible))
     return PairedComparison(
         wins=wins,
-        speedup=1 / share if share else math.inf,
+        speedup=1 / max(share, _LEAST),
         confidence=sure,
         pairs=len(pairs),
         ahead=ahead,

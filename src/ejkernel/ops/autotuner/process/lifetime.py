@@ -6,6 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import ctypes
+import functools
 import os
 import queue
 import signal
@@ -16,10 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker, spawn, util
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 _LOOK = 1.0  # seconds between checks for the parent
 _PR_SET_PDEATHSIG = 1
+
+T = TypeVar("T")
 
 
 def end_with(parent: int) -> None:
@@ -44,35 +47,46 @@ def _look_after(parent: int) -> None:
     os._exit(1)
 
 
-class _Starter:
-    """A thread that starts processes and lives as long as this process: Linux ends a child with its parent *thread*.
+class SerialThread:
+    """A thread that does one piece of work after the other; a daemon, because stuck work can only be abandoned.
 
-    Children start with Ctrl-C blocked. A terminal sends Ctrl-C to its whole process group, and a child leaves the
-    group only once it runs our code. A Ctrl-C before that is dropped.
+    Args:
+        name: Its name.
     """
 
-    def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[None]]] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name="ejkernel-starter", daemon=True).start()
+    def __init__(self, name: str) -> None:
+        self._given: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any], threading.Event]]
+        self._given = queue.SimpleQueue()
+        self._last_done = threading.Event()
+        self._last_done.set()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
 
-    def __call__(self, start: Callable[[], Any]) -> None:
-        future: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._asked.put((start, future))
-        future.result()
+    @property
+    def ident(self) -> int | None:
+        """The thread's identifier."""
+        return self._thread.ident
+
+    def submit(self, work: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Queue `work` after earlier work."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._last_done = done = threading.Event()
+        self._given.put((work, future, done))
+        return future
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the queue is empty."""
+        self._last_done.wait(seconds)
 
     def _serve(self) -> None:
         while True:
-            start, future = self._asked.get()
+            work, future, done = self._given.get()
             try:
-                with _safe_path():
-                    resource_tracker.ensure_running()  # first: some Python versions unblock Ctrl-C when they start it
-                    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-                    start()
+                future.set_result(work())
             except BaseException as error:  # noqa: BLE001 - the caller decides
                 future.set_exception(error)
-            else:
-                future.set_result(None)
-            del start, future  # or they would live until the next start
+            del work, future  # or they would live until the next work
+            done.set()
 
 
 @contextlib.contextmanager
@@ -98,17 +112,28 @@ def _safe_path() -> Iterator[None]:
         spawn.get_preparation_data = prepared
 
 
-_starters: dict[int, _Starter] = {}
+_starters: dict[int, SerialThread] = {}
 _guard = threading.Lock()
 
 
 def start_process(start: Callable[[], Any]) -> None:
-    """Call `start`, which starts a process that may use `end_with`, from a thread that never ends."""
+    """Call `start`, which starts a process that may use `end_with`, from a thread that never ends.
+
+    Linux ends a child with its parent *thread*. Children start with Ctrl-C blocked. A terminal sends Ctrl-C to its
+    whole process group, and a child leaves the group only once it runs our code. A Ctrl-C before that is dropped.
+    """
     with _guard:
         starter = _starters.get(os.getpid())  # a fork needs a new thread
         if starter is None:
-            starter = _starters[os.getpid()] = _Starter()
-    starter(start)
+            starter = _starters[os.getpid()] = SerialThread("ejkernel-starter")
+    starter.submit(functools.partial(_started, start)).result()
+
+
+def _started(start: Callable[[], Any]) -> None:
+    with _safe_path():
+        resource_tracker.ensure_running()  # first: some Python versions unblock Ctrl-C when they start it
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        start()
 
 
 _of_parents: list[object] = []

@@ -12,7 +12,6 @@ import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
-import queue
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from typing import Any, TypeVar
 import jax
 
 from ejkernel import compat
+from ejkernel.ops.autotuner.process.lifetime import SerialThread
 from ejkernel.ops.core.context import at_search_depth, current_scope, entered, numerics, numerics_in_force, search_depth
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, Out
@@ -39,57 +39,19 @@ class AbandonedError(TuningError):
     """Work on a measuring thread was abandoned because it does not end."""
 
 
-class _MeasuringThread:
-    """A thread with a queue of work; a daemon, because stuck work can only be abandoned."""
-
-    def __init__(self, name: str) -> None:
-        self._given: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any], threading.Event]]
-        self._given = queue.SimpleQueue()
-        self._last_done = threading.Event()
-        self._last_done.set()
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def ident(self) -> int | None:
-        """The thread's identifier."""
-        return self._thread.ident
-
-    def submit(self, work: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Queue `work` after earlier work."""
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        self._last_done = done = threading.Event()
-        self._given.put((work, future, done))
-        return future
-
-    def wait(self, seconds: float) -> None:
-        """Wait until the queue is empty."""
-        self._last_done.wait(seconds)
-
-    def _serve(self) -> None:
-        while True:
-            work, future, done = self._given.get()
-            try:
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - the caller decides
-                future.set_exception(error)
-            del work, future  # or they would live until the next work
-            done.set()
-
-
-_threads: dict[tuple[jax.Device, int], _MeasuringThread] = {}
-_abandoned: list[_MeasuringThread] = []
+_threads: dict[tuple[jax.Device, int], SerialThread] = {}
+_abandoned: list[SerialThread] = []
 _guard = threading.Lock()
 
 
-def _thread_of(device: jax.Device, depth: int) -> _MeasuringThread:
+def _thread_of(device: jax.Device, depth: int) -> SerialThread:
     with _guard:
         if (device, depth) not in _threads:
-            _threads[device, depth] = _MeasuringThread(f"ejkernel-measure-{device.id}-{depth}")
+            _threads[device, depth] = SerialThread(f"ejkernel-measure-{device.id}-{depth}")
         return _threads[device, depth]
 
 
-def _abandon(thread: _MeasuringThread) -> None:
+def _abandon(thread: SerialThread) -> None:
     """Remove a thread, so that later work gets a new one."""
     with _guard:
         _abandoned.append(thread)

@@ -344,16 +344,14 @@ class Scatter:
     ) -> None:
         self._space, self._options = space, options
         self._points = space.sample_points(rng, _SCATTERED, near)
-        self._columns = _columns(
-            space.encode_points(self._points, aligned_from=options.aligned_from), len(self._points)
-        )
+        self._columns = _columns(space.encode(self._points, aligned_from=options.aligned_from), len(self._points))
 
     def farthest(self, proposed: Iterable[Point]) -> Point | None:
         """Return the point farthest from the proposed ones; `None` if all were proposed."""
         before = list(proposed)
         if not before:
             return self._points[0]
-        encoded = self._space.encode_points(before, aligned_from=self._options.aligned_from)
+        encoded = self._space.encode(before, aligned_from=self._options.aligned_from)
         others = _columns(encoded, len(before))
         distances = np.full(len(self._points), math.inf)
         for other in others:
@@ -365,7 +363,7 @@ class Scatter:
 
 
 def _pool(space: ConfigSpace[Any], points: Sequence[Point], priors: Sequence[Prior], options: SearchOptions) -> Pool:
-    axes = space.encode_points(points, aligned_from=options.aligned_from)
+    axes = space.encode(points, aligned_from=options.aligned_from)
     records = np.array([prior.fill(points) for prior in priors]).reshape(len(priors), len(points))
     return Pool(axes, records)
 

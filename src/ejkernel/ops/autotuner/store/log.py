@@ -1,36 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log of a search as text: one line of JSON about the search, then one short line per outcome.
+"""The log of a search as text: a `StoredSearch` as JSON, with each outcome on a line of its own.
 
-The first line is an object (`_Header`). Each outcome is an array with the columns named in the header. The last line
-holds the digest of all lines before it. New fields and columns need a default, so that older logs can still be read.
-Fields for cases exist only in searches with several cases.
+The last line holds the digest of all lines before it. Fields with their default values are left out, so that logs stay
+readable when a field with a default is added.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import PairedComparison
 from ejkernel.ops.autotuner.measure.sampling import Case
 from ejkernel.ops.autotuner.search.model import Record
-from ejkernel.ops.autotuner.trials.challenge import Challenge
 from ejkernel.ops.autotuner.trials.outcome import STORED_REASON, AutotuneData, Findings, Outcome, summary_of
 from ejkernel.ops.autotuner.trials.programs import are_same
-from ejkernel.ops.autotuner.trials.status import CameOut, Status
-from ejkernel.ops.config._files import UnusableError, restored_key
-from ejkernel.ops.config.entries import StoredEntry
-from ejkernel.ops.config.step_notes import StepNote
+from ejkernel.ops.autotuner.trials.status import Status
+from ejkernel.ops.config._files import UnusableError, or_unusable
+from ejkernel.ops.config.entries import StepNote, StoredEntry
 from ejkernel.ops.core.declared_names import PLAIN, read_config, type_name
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import ConfigError, SerializationError
+from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import printable, printable_json, shortened
 from ejkernel.ops.utils.formatting import arguments
 from ejkernel.ops.utils.storage.serialize import (
@@ -40,27 +35,22 @@ from ejkernel.ops.utils.storage.serialize import (
     parse_json,
     read_lines,
     sealed_lines,
-    stable_json,
     to_data,
 )
 
 logger = logging.getLogger(__name__)
 
-SCHEMA: Final = 2  # increase when the layout changes; logs with another schema are skipped with a warning
+SCHEMA: Final = 3  # increase when the layout changes; logs with another schema are skipped with a warning
 _WHAT: Final = "the log of a search"
-_MOST: Final = 100_000  # outcomes of a search
-# Fields of `Findings` that a header holds as they are.
-_FLAGS: Final = ("undecided", "interrupted", "input_sets", "unconfirmed", "lacks_reference", "program", "times")
-_TEXTS: Final = ("why", "rule_fault", "not_saved")
-_TIMES_US: Final = (1e-6, 1e15)  # range of valid times: a picosecond to thirty years
+_MOST: Final = 100_000  # lines of a log
+_TIMES: Final = (1e-12, 1e9)  # range of valid times in seconds: a picosecond to thirty years
 # Without a measurement, these statuses say nothing about a configuration.
-_OPTIONAL: Final = ("cases", "lacks_reference", "program", "times")
 _UNKNOWN: Final = frozenset({Status.SAME, Status.SKIPPED, Status.READY, Status.PRUNED})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSearch(Findings):
-    """A search loaded from its file; logs of earlier versions may lack the reasons for the result.
+    """A search as its file holds it.
 
     Attributes:
         key: The key of the call.
@@ -69,7 +59,7 @@ class StoredSearch(Findings):
             data in both cases.
         winner_index: The index of the winner in the outcomes.
         provenance: Device, versions and time of writing.
-        path: The file; `None` for a search held in memory because it could not be written.
+        path: The file, if it is known.
     """
 
     key: ConfigKey
@@ -83,12 +73,6 @@ class StoredSearch(Findings):
     def winner(self) -> Outcome:
         """The winner's outcome."""
         return self.outcomes[self.winner_index]
-
-    @property
-    def was_saved(self) -> bool:
-        """Whether it saved its winner's configuration."""
-        # Older logs have no `not_saved`; a search that ended early then saved a winner, but not the heuristic.
-        return not (self.not_saved or (self.is_kept and not self.progress.state.is_finished))
 
     def replaced_by(self, entry: StoredEntry) -> StoredSearch:
         """Return the search as its entry shows it.
@@ -157,306 +141,128 @@ class StoredSearch(Findings):
         return summary_of(title, self, width=width)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _StoredChallenge:
-    """The fields of `Challenge.data`."""
-
-    rival: Any
-    verdict: str
-    rival_us: float
-    heuristic_us: float
-    speedup: float | None
-    rounds: int
-    rival_faster: int
-    heuristic_faster: int
-    confidence: float
-    judged_by: str
-    alone: bool
-    doubt: str = ""
-    interval: tuple[float, float] | None = None
-    more_bytes: int = 0
-
-    def restored(self) -> Challenge:
-        """Return the `Challenge`.
-
-        Raises:
-            UnusableError: The figures are invalid or inconsistent.
-        """
-        figures = (self.rival_us, self.heuristic_us, self.confidence, 1.0 if self.speedup is None else self.speedup)
-        won = (self.rival_faster, self.heuristic_faster)
-        # The figures are shown and compared, so reject inconsistent ones.
-        possible = min(won) >= 0 and sum(won) <= self.rounds and all(0 <= figure < math.inf for figure in figures)
-        low, high = self.interval or (1.0, 1.0)
-        if self.verdict not in list(CameOut) or not possible or not 0 < low <= high < math.inf:
-            raise UnusableError(f"line 1: the figures of its comparison are inconsistent: {self}")
-        comparison = PairedComparison(
-            wins=self.verdict == CameOut.WINS,
-            settled=self.verdict != CameOut.UNDECIDED,
-            speedup=math.inf if self.speedup is None else self.speedup,
-            confidence=self.confidence,
-            pairs=self.rounds,
-            ahead=self.rival_faster,
-            behind=self.heuristic_faster,
-            challenger=self.rival_us / 1e6,
-            incumbent=self.heuristic_us / 1e6,
-            judged_by=self.judged_by,
-            doubt=self.doubt,
-            interval=self.interval,
-            more_bytes=self.more_bytes,
-        )
-        return Challenge(self.rival, comparison, is_confirmation=self.alone)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Header:
-    """The first line.
-
-    Attributes:
-        schema: Version of this layout.
-        key, call, config_type, provenance: As in `StoredSearch`.
-        fields: Field names of the configurations; each line holds the values in this order. `None`: each line holds
-            the whole configuration.
-        winner: Index of the winner's line, from 0.
-        seconds: Duration of the search.
-        outcomes: Number of outcome lines.
-        columns: Columns of these lines.
-        twins: For each outcome with status `same`: its line and the line of the candidate with the same program.
-        why, undecided, interrupted, rule_fault, input_sets, planned, unconfirmed, not_saved, lacks_reference,
-        program, times: As in `AutotuneData`; the last three are only written if they are set.
-        standing: `AutotuneData.challenge`.
-        cases: The cases of the search, without samples; `None` if it has a single case.
-    """
-
-    schema: int
-    key: Any
-    call: Any
-    config_type: str
-    fields: list[str] | None
-    winner: int
-    seconds: float
-    outcomes: int
-    columns: list[str]
-    provenance: dict[str, Any]
-    twins: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    why: str = ""
-    standing: _StoredChallenge | None = None
-    undecided: bool = False
-    interrupted: bool = False
-    rule_fault: str = ""
-    input_sets: int = 0
-    planned: int = 0
-    unconfirmed: bool = False
-    not_saved: str = ""
-    lacks_reference: bool = False
-    program: str = ""
-    times: int = 0
-    cases: list[Case] | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """The line of one outcome; times are microseconds per call, and medians for cases."""
-
-    config: Any
-    status: str
-    samples_us: list  # type: ignore[type-arg]  # any number of floats, checked by `_outcome`
-    method: str | None
-    compile_s: float | None
-    peak_bytes: int | None
-    reason: str
-    spilled: int | None = None
-    cases_us: list | None = None  # type: ignore[type-arg]  # as `samples_us`
-    relative: float | None = None
-
-
-_COLUMNS: Final = [field.name for field in dataclasses.fields(_Row)]
-_NEEDED: Final = [field.name for field in dataclasses.fields(_Row) if field.default is dataclasses.MISSING]
-
-
 def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
     """Return a search as text.
 
     Raises:
         SerializationError: A configuration has no JSON form.
     """
-    configs = [to_data(outcome.config) for outcome in data.outcomes]
-    place = {stable_json(config): at for at, config in enumerate(configs)}  # JSON distinguishes 1, 1.0 and True
-    # Write field names once rather than in each of hundreds of lines.
-    fields = list(configs[0]) if isinstance(configs[0], dict) else None
-    if fields is not None and any(not isinstance(c, dict) or c.keys() != configs[0].keys() for c in configs):
-        fields = None
     # Configurations of mixed types are loaded as plain data.
     types = {type_name(outcome.config) for outcome in data.outcomes}
-    # Older versions do not know these columns.
-    unused = {"cases_us"} if not data.cases else set()
-    if all(o.measurement is None or o.measurement.relative is None for o in data.outcomes):
-        unused.add("relative")
-    columns = [name for name in _COLUMNS if name not in unused]
-    header = _Header(
-        schema=SCHEMA,
+    found = {field.name: getattr(data, field.name) for field in dataclasses.fields(Findings)}
+    found |= {name: shortened(found[name], STORED_REASON) for name in ("why", "rule_fault", "not_saved")}
+    # Another search saves the configuration that stays, and may replace it later.
+    found |= {"outcomes": (), "seconds": round(data.seconds, 3), "stays": None, "is_only_here": False}
+    search = StoredSearch(
         key=data.key,
         call=data.inv.description,
         config_type=types.pop() if len(types) == 1 else PLAIN,
-        fields=fields,
-        winner=next(i for i, outcome in enumerate(data.outcomes) if outcome is data.winner),
-        seconds=round(data.seconds, 3),
-        planned=data.planned,
-        outcomes=len(configs),
-        columns=columns,
+        winner_index=next(i for i, outcome in enumerate(data.outcomes) if outcome is data.winner),
         provenance=dict(provenance),
-        twins=[(i, place[stable_json(to_data(o.twin))]) for i, o in enumerate(data.outcomes) if o.twin is not None],
-        standing=None if data.challenge is None else _StoredChallenge(**data.challenge.data()),
-        cases=[dataclasses.replace(case, samples=()) for case in data.cases] or None,
-        why=shortened(data.why, STORED_REASON),
-        rule_fault=shortened(data.rule_fault, STORED_REASON),
-        not_saved=shortened(data.not_saved, STORED_REASON),
-        **{name: getattr(data, name) for name in _FLAGS},
+        **found,
     )
-    rows = (
-        _row(config if fields is None else [config[name] for name in fields], outcome)
-        for config, outcome in zip(configs, data.outcomes, strict=True)
-    )
-    # Older versions do not know these fields.
-    first = {name: value for name, value in to_data(header).items() if value or name not in _OPTIONAL}
-    if header.standing is not None and not header.standing.more_bytes:
-        del first["standing"]["more_bytes"]
-    lines = [first, *([getattr(row, name) for name in columns] for row in rows)]
-    text = "".join(json.dumps(line, separators=(",", ":"), ensure_ascii=False) + "\n" for line in lines)
+    lines = [{"schema": SCHEMA, **_without_defaults(search)}, *map(_row, data.outcomes)]
+    text = "".join(json.dumps(to_data(line), separators=(",", ":"), ensure_ascii=False) + "\n" for line in lines)
     return sealed_lines(printable_json(text))
 
 
-def _row(config: object, outcome: Outcome) -> _Row:
-    measured, compiled = outcome.measurement, outcome.compile_seconds
-    return _Row(
-        config=config,
-        status=str(outcome.status),
-        samples_us=[] if measured is None else [_short(sample) for sample in measured.samples],
-        method=None if measured is None else measured.method,
-        compile_s=None if compiled is None else round(compiled, 3),
-        peak_bytes=outcome.peak_bytes,
-        reason=shortened(outcome.reason, STORED_REASON),
-        spilled=outcome.spilled,
-        relative=None if measured is None or measured.relative is None else float(f"{measured.relative:.5g}"),
-        cases_us=[_short(case.median) for case in outcome.cases if case.median is not None] or None,
-    )
+def _row(outcome: Outcome) -> dict[str, Any]:
+    """Return the line of an outcome: times have five digits, and each case has its median only."""
+    row = _without_defaults(outcome) | {"reason": shortened(outcome.reason, STORED_REASON)}
+    if (measured := outcome.measurement) is not None:
+        cases = tuple(
+            dataclasses.replace(each, samples=(_short(each.median),)) for each in outcome.cases if each.samples
+        )
+        samples = tuple(map(_short, measured.samples))
+        row["measurement"] = _without_defaults(
+            dataclasses.replace(measured, samples=samples, cases=cases, relative=_short(measured.relative))
+        )
+    return row
 
 
-def _short(seconds: float) -> float:
-    return float(f"{seconds * 1e6:.5g}")
+def _without_defaults(value: Any) -> dict[str, Any]:
+    fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+    return {field.name: found for field, found in fields if found is not field.default}
 
 
+def _short(number: float | None) -> Any:
+    return None if number is None else float(f"{number:.5g}")
+
+
+@or_unusable()
 def lines_of(raw: bytes) -> list[str]:
     """Return the lines of a file written by `dump`, after checking the digest.
 
     Raises:
         UnusableError: The file was damaged, or comes from an unknown version.
     """
-    try:
-        return read_lines(raw, SCHEMA, _WHAT)
-    except SerializationError as error:
-        raise UnusableError(str(error)) from error
+    return read_lines(raw, SCHEMA, _WHAT)
 
 
+@or_unusable()
 def load_header(lines: Sequence[str]) -> tuple[ConfigKey, Any]:
     """Return the key and the abstract call of a search without reading its outcomes.
 
     Raises:
         UnusableError: This version cannot read the lines.
     """
-    header = _header(lines[0])
-    return header.key, header.call
+    header = _header(lines)
+    return from_plain(header.get("key"), ConfigKey), header.get("call")
 
 
+@or_unusable()
 def load(lines: Sequence[str], path: Path | None = None) -> StoredSearch:
     """Return the search stored in `lines`.
 
     Raises:
         UnusableError: This version cannot read the lines.
     """
-    header = _header(lines[0])
-    if len(lines) != header.outcomes + 1:
-        raise UnusableError(f"it has {len(lines)} lines instead of {header.outcomes + 1}")
-    if header.outcomes > _MOST:
-        raise UnusableError(f"it has {header.outcomes} outcomes; at most {_MOST} are allowed")
-    for number in (header.winner, *itertools.chain.from_iterable(header.twins)):
-        if not 0 <= number < header.outcomes:
-            raise UnusableError(f"its winner or a twin refers to outcome {number} of {header.outcomes}")
-    outcomes = [_outcome(line, number, header) for number, line in enumerate(lines[1:], 2)]
-    for twin, owner in header.twins:
-        outcomes[twin] = dataclasses.replace(outcomes[twin], twin=outcomes[owner].config)
-    return StoredSearch(
-        key=header.key,
-        call=header.call,
-        config_type=header.config_type,
-        outcomes=tuple(outcomes),
-        winner_index=header.winner,
-        provenance=header.provenance,
-        path=path,
-        seconds=header.seconds,
-        planned=min(header.planned, _MOST),
-        challenge=None if header.standing is None else header.standing.restored(),
-        **{name: getattr(header, name) for name in (*_FLAGS, *_TEXTS)},
-    )
+    if len(lines) > _MOST:
+        raise UnusableError(f"it has {len(lines) - 1} outcomes; fewer than {_MOST} are allowed")
+    found = {**_header(lines), "outcomes": [parse_json(line) for line in lines[1:]]}
+    search = dataclasses.replace(from_plain(found, StoredSearch), path=path)
+    _check(search)
+    return search
 
 
-def _header(line: str) -> _Header:
-    try:
-        data = parse_json(line)
-        check_schema(data, SCHEMA, _WHAT)
-        header = from_plain(data, _Header)
-    except SerializationError as error:
-        raise UnusableError(f"line 1: {error}") from error
-    key, columns, fields = restored_key(header.key), header.columns, header.fields or []
-    if not isinstance(key, ConfigKey):
-        raise UnusableError(f"line 1: its key is not the key of a call: {describe(header.key)}")
-    if not set(columns) <= set(_COLUMNS) or not set(_NEEDED) <= set(columns) or len(set(columns)) != len(columns):
-        raise UnusableError(f"line 1: its columns are {describe(columns)}; the known columns are {_COLUMNS}")
-    if not all(0 < case.weight <= 1 for case in header.cases or ()):
-        raise UnusableError(f"line 1: weights of cases must be between 0 and 1, got {describe(header.cases)}")
-    if len(set(fields)) != len(fields):
-        raise UnusableError(f"line 1: its configurations have a duplicate field: {describe(fields)}")
-    return dataclasses.replace(header, key=key)
+def _header(lines: Sequence[str]) -> dict[str, Any]:
+    header = parse_json(lines[0])
+    check_schema(header, SCHEMA, _WHAT)
+    del header["schema"]
+    return cast("dict[str, Any]", header)
 
 
-def _outcome(line: str, number: int, header: _Header) -> Outcome:
-    fields = header.fields
-    try:
-        row = from_plain(dict(zip(header.columns, from_plain(parse_json(line), list[Any]), strict=True)), _Row)
-        config = row.config if fields is None else dict(zip(fields, from_plain(row.config, list[Any]), strict=True))
-    except (ValueError, TypeError) as error:  # invalid JSON, types, or number of columns
-        raise UnusableError(f"line {number}: {error}") from error
-    _check_times(row.samples_us, number)
-    cases = _cases(row, number, header)
-    samples = tuple(sample / 1e6 for sample in row.samples_us)
-    return Outcome(
-        config=config,
-        status=row.status,
-        reason=row.reason,
-        measurement=_measurement(row, samples, cases) if samples else None,
-        compile_seconds=row.compile_s,
-        peak_bytes=row.peak_bytes,
-        spilled=row.spilled,
-    )
+def _check(search: StoredSearch) -> None:
+    """Check the figures, which are shown and compared.
+
+    Raises:
+        UnusableError: They are invalid or inconsistent.
+    """
+    if not 0 <= search.winner_index < len(search.outcomes):
+        raise UnusableError(f"its winner is outcome {search.winner_index} of {len(search.outcomes)}")
+    if search.planned > _MOST:
+        raise UnusableError(f"it has {describe(search.planned)} candidates")
+    for number, outcome in enumerate(search.outcomes, 2):
+        if outcome.measurement is not None and (why := _why_invalid(outcome.measurement, search.cases)):
+            raise UnusableError(f"line {number}: {why}")
+    if search.challenge is not None and not _is_consistent(search.challenge.comparison):
+        raise UnusableError(f"the figures of its comparison are inconsistent: {search.challenge.comparison}")
 
 
-def _measurement(row: _Row, samples: tuple[float, ...], cases: tuple[Case, ...]) -> Measurement:
-    relative = row.relative if row.relative is not None and 0 < row.relative < math.inf else None
-    return Measurement(samples=samples, method=row.method or "", cases=cases, relative=relative)
+def _why_invalid(found: Measurement, cases: Sequence[Case]) -> str:
+    times = [*found.samples, *(seconds for each in found.cases for seconds in each.samples)]
+    if not found.samples or not all(_TIMES[0] <= seconds <= _TIMES[1] for seconds in times):
+        return f"samples must be between {_TIMES[0]} and {_TIMES[1]} seconds, got {describe(times)}"
+    if found.relative is not None and found.relative <= 0:
+        return f"its time relative to the heuristic's is {found.relative}"
+    if not all(0 < each.weight <= 1 for each in found.cases):
+        return "weights of cases must be between 0 and 1"
+    own, others = ([dataclasses.replace(each, samples=()) for each in of] for of in (found.cases, cases))
+    return "" if own in ([], others) else "its cases are not those of the other lines"
 
 
-def _check_times(times: Sequence[Any], number: int) -> None:
-    least, most = _TIMES_US
-    if not all(type(sample) in (int, float) and least <= sample <= most for sample in times):
-        raise UnusableError(f"line {number}: samples must be between {least} and {most}, got {describe(times)}")
-
-
-def _cases(row: _Row, number: int, header: _Header) -> tuple[Case, ...]:
-    """Return the cases of an outcome, each with its median as the only sample."""
-    times, cases = row.cases_us or [], header.cases or []
-    _check_times(times, number)
-    if times and len(times) != len(cases):
-        raise UnusableError(f"line {number}: it has times of {len(times)} cases instead of {len(cases)}")
-    return tuple(
-        dataclasses.replace(case, samples=(microseconds / 1e6,))
-        for case, microseconds in zip(cases, times, strict=False)
-    )
+def _is_consistent(found: PairedComparison) -> bool:
+    low, high = found.interval or (1.0, 1.0)
+    has_rounds = min(found.ahead, found.behind) >= 0 and found.ahead + found.behind <= found.pairs
+    figures = (found.challenger, found.incumbent, found.confidence, found.speedup)
+    return has_rounds and min(figures) >= 0 and 0 < low <= high

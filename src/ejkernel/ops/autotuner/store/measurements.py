@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 import hashlib
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +20,7 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState
 from ejkernel.ops.config._files import (
     ENTRY,
+    Place,
     UnusableError,
     check_inside,
     listed,
@@ -64,7 +64,7 @@ class _Log:
     call: Any
     name: str
     lines: list[str]
-    path: Path | None
+    path: Path
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class CallHistory:
     @property
     def behind(self) -> StoredSearch | None:
         """The newest search that saved the configuration in force; `None` if its file is not here."""
-        return next((one for one in self.searches if one.was_saved and one.stays is None and self.entry), None)
+        return next((one for one in self.searches if not one.not_saved and one.stays is None and self.entry), None)
 
     @property
     def shown(self) -> StoredSearch:
@@ -104,7 +104,7 @@ class MeasurementStore(Shown):
 
     Files are never changed, so processes cannot lose each other's searches. Each call keeps its eight newest searches,
     in the order of writing, even if the clock was set back. Unusable files are skipped with one `CacheWarning`. If the
-    cache folder is read-only, searches stay in this object.
+    cache folder is read-only, searches go to the temporary folder of the cache.
 
     Attributes:
         cache: The cache.
@@ -119,22 +119,19 @@ class MeasurementStore(Shown):
         self.cache = cache if isinstance(cache, PersistentCache) else PersistentCache(cache, shipped=False)
         self.program = ""
         self.times: Mapping[ConfigKey, int] = {}
-        self._memory: dict[str, str] = {}  # text by file name, for files that could not be written
 
     def __repr__(self) -> str:
         return f"MeasurementStore({self.cache!r})"
 
-    def save(self, data: AutotuneData | object) -> None:
-        """Store a search; results of custom tuners that are no `AutotuneData` are ignored.
+    def save(self, data: AutotuneData) -> None:
+        """Store a search.
 
         A search too large to be read again is dropped with a `CacheWarning`. If the folder cannot be written, the
-        search stays in this object, with one `CacheWarning` per cache.
+        search goes to the temporary folder of the cache, with one `CacheWarning` per cache.
 
         Raises:
             SerializationError: A configuration has no JSON form.
         """
-        if not isinstance(data, AutotuneData):
-            return
         now = self.cache.clock()
         whole = dataclasses.replace(data, program=self.program, times=self.times.get(data.key, 0))
         text = dump(whole, provenance(data.key, now))
@@ -154,12 +151,8 @@ class MeasurementStore(Shown):
             name = _name(data.key, now, text, known)
             write_file(beside / name, text, root=folder)
         except OSError as error:
-            known = _known(data.key, self._memory)
-            name = _name(data.key, now, text, known)
-            self._memory[name] = text
-            for old in known[: 1 - KEPT]:
-                del self._memory[old]
-            self.cache.keep_elsewhere((*location(data.key)[:2], name), text, error)
+            parts = (*location(data.key)[:2], _name(data.key, now, text, ()))
+            self.cache.keep_elsewhere(parts, text, error)
         else:
             _remove(beside, known[: 1 - KEPT])
 
@@ -176,7 +169,7 @@ class MeasurementStore(Shown):
             beside = folder.joinpath(*location(log.key)[:2])
             known = _known(log.key, (place.name for place in listed(beside)))
             kept = sorted({*known, log.name})[-KEPT:]
-            if log.path is None or log.name in known or log.name not in kept:
+            if log.name in known or log.name not in kept:
                 continue
             count += 1
             raw = None if dry_run else read_file(log.path, _LARGEST)
@@ -292,30 +285,27 @@ class MeasurementStore(Shown):
     def _logs(self, op: str | None, key: ConfigKey | None = None) -> Iterator[_Log]:
         """Yield the logs, or those of one key, for each key the newest first; skip unusable files with a warning."""
         seen = set()
-        for name, place, read in self._places(op):
+        for place in self._places(op):
             # Another layer may hold a copy; the content of a file never changes.
-            if name in seen or not (key is None or _is_of(key, name)):
+            if place.name in seen or not (key is None or _is_of(key, place.name)):
                 continue
-            seen.add(name)
+            seen.add(place.name)
             try:
-                raw = read()
-                log = None if raw is None else _log(name, raw, Path(place) if isinstance(place, str) else None)
+                raw = read_file(place.where, _LARGEST)
+                log = None if raw is None else _log(place.name, raw, Path(str(place.where)))
             except UnusableError as error:
-                warn_of(f"{name} (in memory)" if place is None else str(place), error)
+                warn_of(str(place.where), error)
             else:
                 # Two operations may share a folder, because folder names drop some characters.
                 if log is not None and op in (None, log.key.op):
                     yield log
 
-    def _places(self, op: str | None) -> Iterator[tuple[str, Any, Callable[[], bytes | None]]]:
-        """Yield potential logs with their names, limited to one operation if `op` is given."""
-        for name in sorted(self._memory, reverse=True):
-            yield name, None, self._memory[name].encode
+    def _places(self, op: str | None) -> Iterator[Place]:
+        """Yield potential logs, limited to one operation if `op` is given."""
         wanted = None if op is None else slug(op)
-        for folder in self.cache.folders():
+        for folder in filter(None, (self.cache.kept_in, *self.cache.folders())):
             found = places(folder, LOG, lambda name: wanted is None or name == wanted)
-            for name, place in sorted(found, key=lambda place: place.name, reverse=True):
-                yield name, place, functools.partial(read_file, place, _LARGEST)
+            yield from sorted(found, key=lambda place: place.name, reverse=True)
 
 
 def are_alike(shares: Mapping[str, float], others: Mapping[str, float]) -> bool:
@@ -333,7 +323,7 @@ def read_search(file: Path) -> StoredSearch | None:
     return None if raw is None else load(_log(file.name, raw, file).lines, file)
 
 
-def _log(name: str, raw: bytes, path: Path | None) -> _Log:
+def _log(name: str, raw: bytes, path: Path) -> _Log:
     """Return the log with this name and content."""
     lines = lines_of(raw)
     key, call = load_header(lines)
@@ -370,7 +360,7 @@ def _loaded(log: _Log) -> StoredSearch | None:
     try:
         return load(log.lines, log.path)
     except UnusableError as error:
-        warn_of(str(log.path or log.name), error)
+        warn_of(str(log.path), error)
         return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.ops.autotuner.search.model import Record
@@ -16,7 +16,6 @@ from ejkernel.ops.autotuner.trials.status import FAULTY, SearchProgress, SearchS
 from ejkernel.ops.config.cache import AUTOTUNE, same_config
 from ejkernel.ops.config.entries import Difference, StoredEntry, saved_in, space_digest, standing
 from ejkernel.ops.config.misses.faults import why_not_traced
-from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.declared_names import why_not_decoded
@@ -47,20 +46,19 @@ class Saver:
     validated: bool
     own_space: bool
 
-    def save(self, inv: Invocation[Any, Any], tuned: Any) -> Any:
+    def save(self, inv: Invocation[Any, Any], tuned: AutotuneData) -> AutotuneData:
         """Save a search for each of its calls; return it with the reason if its configuration is not saved.
 
         The result also has the configuration saved earlier that stays in force.
 
         An unconfirmed configuration is not saved, and an earlier entry stays. So does an earlier entry that this search
-        neither beats nor measures. Results of custom tuners that are no `AutotuneData` are saved unchecked.
+        neither beats nor measures.
 
         Raises:
             AdmissionError: The search named a winner without measuring, checking or confirming it.
         """
-        saved = [self._save_call(key, call, found) for key, call, found in _found(inv, tuned)]
-        if not isinstance(tuned, AutotuneData):
-            return tuned
+        others = [(other.key, other.inv, other) for other in tuned.of_each_call()[1:]]
+        saved = [self._save_call(*each) for each in [(inv.key, inv, tuned), *others]]
         faults = [reason for reason, _ in saved if isinstance(reason, AdmissionError)]
         if faults and not tuned.interrupted:
             raise AdmissionError(f"{inv.op_id}: nothing is saved: {faults[0]}")
@@ -88,11 +86,10 @@ class Saver:
             except SerializationError as why:  # may be the reason for the failed search
                 logger.info("%s: the failed search has no log: %s", inv.op_id_v, why)
 
-    def _save_call(self, key: ConfigKey, call: Invocation[Any, Any], found: Any) -> tuple[str | AdmissionError, Any]:
+    def _save_call(
+        self, key: ConfigKey, call: Invocation[Any, Any], found: AutotuneData
+    ) -> tuple[str | AdmissionError, AutotuneData]:
         """Save a search for one call; return why its configuration is not saved, if so, and the search with that."""
-        if not isinstance(found, AutotuneData):
-            self._remember(key, call, found)
-            return "", found
         earlier = self._earlier(call)
         reason: str | AdmissionError = ""
         unread = unwritten = ""
@@ -126,14 +123,13 @@ class Saver:
             earlier, has_left=not is_in(candidates_of(self.kernel, call.representative), earlier.config)
         )
 
-    def _remember(self, key: ConfigKey, call: Invocation[Any, Any], found: Any) -> str:
+    def _remember(self, key: ConfigKey, call: Invocation[Any, Any], found: AutotuneData) -> str:
         """Save a configuration; return why only the memory of this process holds it, or an empty string."""
         space = {"space": space_digest(self.kernel, call)} if self.own_space else {}
         self.chain.remember(key, found.config, call=call.description, measured=found.summary_data() | space)
         store = self.chain.persistent
-        if not isinstance(store, PersistentCache) or not self.chain.persist_autotune:
-            return ""
-        if not (why := store.why_unwritten(key)):
+        why = "" if store is None or not self.chain.persist_autotune else store.why_unwritten(key)
+        if store is None or not why:
             return ""
         kept = "" if store.kept_in is None else f"; it is kept in {store.kept_in}"
         return f"{store.path} cannot be written: {why}{kept}"
@@ -156,13 +152,6 @@ class Saver:
         before = self.chain.cache.remembered(key)
         if (before is None or before.tier.is_provisional) and saved_before(self.chain, self.kernel, call) is None:
             self.chain.cache.remember(key, config, AUTOTUNE.name)
-
-
-def _found(inv: Invocation[Any, Any], tuned: Any) -> Iterator[tuple[ConfigKey, Invocation[Any, Any], Any]]:
-    """Yield the key, call and result to save for each call of a search."""
-    yield inv.key, inv, tuned
-    for other in tuned.of_each_call()[1:] if isinstance(tuned, AutotuneData) else ():
-        yield other.key, other.inv, other
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from ejkernel.ops.autotuner.bench.checking import check_repeatedly
 from ejkernel.ops.autotuner.bench.confirmation import confirm, pair_fault
 from ejkernel.ops.autotuner.bench.gradients import rule_fault
 from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
-from ejkernel.ops.autotuner.measure.memory import more_bytes, preferred
+from ejkernel.ops.autotuner.measure.measurement import more_bytes, preferred
 from ejkernel.ops.autotuner.measure.paired import MARGIN, PairedComparison, PairedSampling, compare
 from ejkernel.ops.autotuner.measure.sampling import CLOCK, PROCESSOR, Sampling, SamplingPlan
 from ejkernel.ops.autotuner.tasks.pool import FINALISTS, Budget, Pool

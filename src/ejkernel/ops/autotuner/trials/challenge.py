@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ejkernel.ops.autotuner.measure.measurement import Measurement
-from ejkernel.ops.autotuner.measure.memory import more_bytes
+from ejkernel.ops.autotuner.measure.measurement import Measurement, more_bytes
 from ejkernel.ops.autotuner.measure.paired import MARGIN, PairedComparison, margin_of
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.trials.status import CameOut, SearchState
@@ -63,8 +61,7 @@ class Challenge:
             "verdict": self.came_out.value,
             "rival_us": round(figures.challenger * 1e6, 4),
             "heuristic_us": round(figures.incumbent * 1e6, 4),
-            # JSON has no infinity.
-            "speedup": round(figures.speedup, 6) if math.isfinite(figures.speedup) else None,
+            "speedup": round(figures.speedup, 6),
             "rounds": figures.pairs,
             "rival_faster": figures.ahead,
             "heuristic_faster": figures.behind,

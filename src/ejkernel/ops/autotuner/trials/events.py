@@ -14,7 +14,7 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import TuningWarning
 from ejkernel.ops.utils.error_text import error_text, printable_lines
-from ejkernel.ops.utils.messages.names import called_in_with, check_argument
+from ejkernel.ops.utils.messages.names import check_argument
 from ejkernel.ops.utils.messages.warn import warn
 
 
@@ -104,7 +104,6 @@ _listeners: list[Listener] = []
 _lock = threading.Lock()
 
 
-@called_in_with("on_event(listener)")
 @contextlib.contextmanager
 def on_event(listener: Listener) -> Iterator[None]:
     """Call `listener` with every `Event` of every search, in any thread, inside the `with` block.

@@ -6,12 +6,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
-from ejkernel.ops.autotuner.measure.measurement import Measurement
-from ejkernel.ops.autotuner.measure.memory import more_bytes
+from ejkernel.ops.autotuner.measure.measurement import Measurement, more_bytes
 from ejkernel.ops.autotuner.measure.sampling import Case, named_cases
 from ejkernel.ops.autotuner.trials.challenge import Challenge, clock_of, is_by_another, labelled, least_lead, to_decide
 from ejkernel.ops.autotuner.trials.programs import Outcome as Outcome
@@ -196,7 +194,7 @@ class Findings(Shown):
         if found is None or found.came_out != CameOut.WINS or not found.is_confirmation:
             return None
         is_winner = are_same(found.challenger, self.winner.config)
-        return found.comparison.speedup if is_winner and 0 < found.comparison.speedup < math.inf else None
+        return found.comparison.speedup if is_winner and found.comparison.speedup > 0 else None
 
     @property
     def _has_several_calls(self) -> bool:
@@ -309,10 +307,7 @@ class AutotuneData(Findings):
             "checked": list(self.checked),
             "input_sets": self.input_sets,
             "confidence": None if self.confidence is None else round(self.confidence, 4),
-            "interrupted": self.interrupted,
-            "undecided": self.undecided,
             "standing": None if self.challenge is None else self.challenge.data(),
-            "skipped": sum(outcome.status == Status.SKIPPED for outcome in self.outcomes),
             "failures": failures,
             "rule_fault": self.rule_fault,
             **self._cases_data(),

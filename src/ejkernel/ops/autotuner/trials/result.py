@@ -61,7 +61,6 @@ class _Entered(threading.local):
 
 
 _entered = _Entered()
-_TUNED = ("arguments", "heuristic", "tuned", "speed-up", "candidates")  # columns of calls tuned here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,22 +89,24 @@ class AutotuningResult(Shown):
 
     def __str__(self) -> str:
         """Return a table with the configuration of each call, and the speed-up of calls tuned here."""
-        tuned = {(search.key.op, search.key.call): search for search in self.searches}
-        searches = [tuned.get((entry.op_id_v, entry.call_key)) for entry in self.entries]
-        times = before_and_after(searches)
-        rows = [_cells(*row) for row in zip(self.entries, searches, times, strict=True)]
-        header: tuple[str, ...] = ("operation", "call", "configuration", *_TUNED)
+        header, rows = self.table()
+        optional = ("candidates", "arguments")
+        title = f"{counted(len(self.entries), 'configuration')} for {printable(self.device)}{self._saved}"
+        table = [text_table(header, rows, width=terminal_width(), optional=optional)] if rows else []
+        return "\n".join([title, *table, *self.remarks()])
+
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Return the header and the rows of a table: the searches, then the configurations without one."""
+        searched = {(search.key.op, search.key.call) for search in self.searches}
+        alone = [entry for entry in self.entries if (entry.op_id_v, entry.call_key) not in searched]
         if not self.searches:  # from `loads`
-            header, rows = header[:3], [row[:3] for row in rows]
-        optional = ("call", "candidates", "arguments")
-        title = f"{counted(len(rows), 'configuration')} for {printable(self.device)}{self._saved}"
-        return "\n".join(
-            [
-                title,
-                *([text_table(header, rows, width=terminal_width(), optional=optional)] if rows else []),
-                *self.remarks(unfinished=True),  # they have no row
-            ]
-        )
+            return ("operation", "call", "configuration"), [(e.op_id_v, e.call_key, compact(e.cfg)) for e in alone]
+        rows: list[tuple[str, ...]] = [
+            (s.key.op, arguments(s.inv.description), *times, s.in_a_word, compact(s.in_force), s.counts)
+            for s, times in zip(self.searches, before_and_after(self.searches), strict=True)
+        ]
+        rows += [(e.op_id_v, f"call {e.call_key}", "-", "-", "-", compact(e.cfg), "-") for e in alone]
+        return ("operation", "arguments", "heuristic", "tuned", "speed-up", "configuration", "candidates"), rows
 
     @property
     def _saved(self) -> str:
@@ -114,19 +115,9 @@ class AutotuningResult(Shown):
             return ""
         return f", saved in {printable(self.place)}" if self.place else ", in this process only"
 
-    def remarks(self, *, unfinished: bool = False) -> list[str]:
-        """Return a line for each search without a new saved configuration, and for each that compared nothing.
-
-        Args:
-            unfinished: Include unfinished searches without a saved configuration.
-        """
-        known = {(entry.op_id_v, entry.call_key) for entry in self.entries}
-        told = [
-            search
-            for search in self.searches
-            if search.not_saved not in ("", search.progress.not_finished)
-            or (unfinished and search.not_saved and (search.key.op, search.key.call) not in known)
-        ]
+    def remarks(self) -> list[str]:
+        """Return a line for each search whose result is not saved, and for each that compared nothing."""
+        told = [search for search in self.searches if search.not_saved not in ("", search.progress.not_finished)]
         lines = [(search, f"not saved: {search.not_saved}") for search in told]
         lines += [(search, search.why_alike) for search in self.searches if search.why_alike]
         return [printable(f"{search.inv.op_id} {arguments(search.inv.description)}: {text}") for search, text in lines]
@@ -206,28 +197,21 @@ class AutotuningResult(Shown):
         )
 
 
-def before_and_after(searches: Sequence[AutotuneData | None]) -> list[tuple[str, str]]:
+def before_and_after(searches: Sequence[AutotuneData]) -> list[tuple[str, str]]:
     """Return the times with the heuristic and with another winner of each search, for two columns of a table.
 
     Their quotient is the speed-up of the search. Processor time has the label `cpu`. A winner that replaces nothing has
     no time here.
     """
     columns = [
-        [None if s is None else s.before for s in searches],
-        [None if s is None or s.is_kept or s.stays is not None else s.tuned for s in searches],
+        [s.before for s in searches],
+        [None if s.is_kept or s.stays is not None else s.tuned for s in searches],
     ]
-    notes = ["" if s is None else clock_note(s.heuristic) for s in searches]
+    notes = [clock_note(s.heuristic) for s in searches]
     every = list(itertools.chain(*columns))
     labelled = zip(durations(every), every, 2 * notes, strict=True)
     times = [text if seconds is None else f"{text}{note}" for text, seconds, note in labelled]
     return list(zip(times[: len(searches)], times[len(searches) :], strict=True))
-
-
-def _cells(entry: Entry, search: AutotuneData | None, times: tuple[str, str]) -> tuple[str, ...]:
-    call, word, counts = ("-",) * 3
-    if search is not None:
-        call, word, counts = arguments(search.inv.description), search.in_a_word, search.counts
-    return entry.op_id_v, entry.call_key, compact(entry.cfg), call, *times, word, counts
 
 
 @dataclasses.dataclass(frozen=True)

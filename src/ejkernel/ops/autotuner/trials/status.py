@@ -8,7 +8,9 @@ import enum
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
+from ejkernel.ops.errors import SerializationError
 from ejkernel.ops.utils.formatting import ratio
+from ejkernel.ops.utils.storage.serialize import from_plain
 
 
 class Status(enum.StrEnum):
@@ -127,17 +129,10 @@ class SearchProgress:
         """Return the progress stored in a cache entry; `None` if the entry does not come from a search."""
         if not measured or "candidates" not in measured:
             return None
-        stored = measured.get("search")
-        if isinstance(stored, dict) and stored.get("state") in list(SearchState):
-            state, done = SearchState(stored["state"]), _count(stored.get("done"))
-            candidates = _count(stored.get("candidates"))
-        else:  # entries of earlier versions have no state
-            candidates, skipped = _count(measured.get("candidates")), _count(measured.get("skipped"))
-            is_whole = not skipped and measured.get("interrupted") is not True
-            state, done = SearchState.COMPLETE if is_whole else SearchState.PARTIAL, max(0, candidates - skipped)
-        if state == SearchState.COMPLETE and measured.get("undecided") is True:  # by an earlier version
-            state = SearchState.UNDECIDED
-        return cls(state, done, candidates)
+        try:
+            return from_plain(measured.get("search"), cls)
+        except SerializationError:  # some shipped configurations were measured in whole searches that stored no state
+            return cls(SearchState.COMPLETE, 0, 0)
 
     @property
     def in_words(self) -> str:
@@ -200,8 +195,3 @@ def stored_in_words(measured: Mapping[str, Any] | None) -> str:
     """Return the progress of the search in a cache entry, as `SearchProgress.in_words`; `-` without a search."""
     progress = SearchProgress.stored_in(measured)
     return "-" if progress is None else progress.in_words
-
-
-def _count(value: object) -> int:
-    """Return a stored count; 0 if the file contains anything but a count."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0

@@ -14,9 +14,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
-from ejkernel.ops.config.entries import StoredEntry, differences, measured_with, text_of_differences
+from ejkernel.ops.config.entries import StepNote, StoredEntry, differences, measured_with, text_of_differences
 from ejkernel.ops.config.shared.packs import line_of
-from ejkernel.ops.config.step_notes import StepNote
 from ejkernel.ops.utils.formatting import ratio
 from ejkernel.ops.utils.storage.encode import dumps
 
@@ -30,7 +29,7 @@ class Evidence(NamedTuple):
         is_measured: The entry was measured, not set by hand.
         is_compared: The whole step of a program was compared without and with the winner of the search. Such an
             entry beats one that has only won by itself, so a configuration dropped for slowing a step does not return.
-        is_whole: The search was not interrupted.
+        is_whole: The search did not end early.
         speedup: Speed-up over the heuristic in the same search. Compared before `seconds`, since clock rates differ
             between machines.
         seconds: The measured time, negated.
@@ -54,6 +53,7 @@ def evidence(entry: StoredEntry) -> Evidence:
     measured: Any = entry.measured or {}
     median = _number_in(measured.get("winner"), "median_us")
     speedup, seconds, search = _positive(entry.speedup), median, search_of(entry)
+    progress = measured.get("search")
     if search:
         mean = measured.get("geometric_mean")
         before, seconds = _number_in(mean, "heuristic_us"), _number_in(mean, "winner_us")
@@ -61,7 +61,7 @@ def evidence(entry: StoredEntry) -> Evidence:
     return Evidence(
         is_measured=median is not None,
         is_compared=StepNote.stored_in(measured) is not None,
-        is_whole=measured.get("interrupted") is not True,
+        is_whole=not isinstance(progress, dict) or progress.get("state") != "partial",
         speedup=speedup or 1.0,
         seconds=-(seconds or math.inf),
         search=search,

@@ -23,6 +23,7 @@ from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.shared import packs
 from ejkernel.ops.config.shared.choice import best_of_classes, by_preference
 from ejkernel.ops.config.shared.packs import SUFFIX, DamagedError, Pack, checked, line_of, read_line, token_in, token_of
+from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.error_text import printable
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ class LocalCopy:
             self._damaged.add(path.name)
         warn_of(str(path), error)
 
-    def find(self, key: object) -> list[StoredEntry]:
+    def find(self, key: ConfigKey) -> list[StoredEntry]:
         """Return the best entry of a key per provenance class, in lookup order."""
         token = token_of(key)
         found = []

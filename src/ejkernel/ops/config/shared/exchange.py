@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from ejkernel.ops.config._files import UnusableError, expanded, identity, is_url, location, warn_of
+from ejkernel.ops.config._files import UnusableError, expanded, is_url, location, warn_of
 from ejkernel.ops.config._writing import replace_judged
 from ejkernel.ops.config.entries import StoredEntry, check_key, read_at, text_of
 from ejkernel.ops.config.persistent import PersistentCache
@@ -28,6 +28,7 @@ from ejkernel.ops.config.shared.copies import LocalCopy
 from ejkernel.ops.config.shared.layer import SharedLayer
 from ejkernel.ops.config.shared.packs import line_of, packed
 from ejkernel.ops.config.shared.stores import Store, shown
+from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
 
 
@@ -45,13 +46,13 @@ class Place(Protocol):
         """Return the existing entry that `entry` would replace, or `None`."""
 
     def put(
-        self, entries: Sequence[StoredEntry], rivals: Mapping[str, StoredEntry | None] | None = None
+        self, entries: Sequence[StoredEntry], rivals: Mapping[ConfigKey, StoredEntry | None] | None = None
     ) -> Sequence[StoredEntry]:
         """Write entries durably.
 
         Args:
             entries: The entries.
-            rivals: The existing entries that they were compared with, by the `identity` of the key. `None`: replace
+            rivals: The existing entries that they were compared with, by key. `None`: replace
                 existing entries without a comparison.
 
         Returns:
@@ -92,19 +93,19 @@ class FolderPlace:
         try:
             found = read_at(file, root=self.folder)
             if found is not None:
-                check_key(found, identity(entry.key))
+                check_key(found, entry.key)
             return found
         except UnusableError as error:
             warn_of(str(file), error)
             return None
 
     def put(
-        self, entries: Sequence[StoredEntry], rivals: Mapping[str, StoredEntry | None] | None = None
+        self, entries: Sequence[StoredEntry], rivals: Mapping[ConfigKey, StoredEntry | None] | None = None
     ) -> Sequence[StoredEntry]:
         """See `Place`. Calls tuned together are written together, or not at all."""
         together = collections.defaultdict[str, list[StoredEntry]](list)
         for entry in entries:
-            together[search_of(entry) or identity(entry.key)].append(entry)
+            together[search_of(entry) or str(entry.key)].append(entry)
         left: list[StoredEntry] = []
         for members in together.values():
             texts = {self.folder.joinpath(*location(entry.key)): text_of(entry) for entry in members}
@@ -114,10 +115,10 @@ class FolderPlace:
                 left += members
         return left
 
-    def _check(self, members: Sequence[StoredEntry], rivals: Mapping[str, StoredEntry | None] | None) -> None:
+    def _check(self, members: Sequence[StoredEntry], rivals: Mapping[ConfigKey, StoredEntry | None] | None) -> None:
         """Raise `_ChangedError` if another process has changed a rival of these entries."""
         for entry in members if rivals is not None else ():
-            before, now = (rivals or {})[identity(entry.key)], self.rival(entry)
+            before, now = (rivals or {})[entry.key], self.rival(entry)
             if (before and line_of(before)) != (now and line_of(now)):
                 raise _ChangedError
 
@@ -175,7 +176,7 @@ class SharedPlace:
         return next((other for other in there if provenance_class(other) == mine), None)
 
     def put(
-        self, entries: Sequence[StoredEntry], rivals: Mapping[str, StoredEntry | None] | None = None
+        self, entries: Sequence[StoredEntry], rivals: Mapping[ConfigKey, StoredEntry | None] | None = None
     ) -> Sequence[StoredEntry]:
         """See `Place`. Writes only new objects, so entries of other writers cannot be lost."""
         del rivals
@@ -216,12 +217,12 @@ class Plan:
     Attributes:
         steps: One decision per entry.
         entries: The entries to write.
-        rivals: The target's existing entries for the calls in `entries`, by the `identity` of the key.
+        rivals: The target's existing entries for the calls in `entries`, by key.
     """
 
     steps: tuple[Step, ...]
     entries: tuple[StoredEntry, ...]
-    rivals: Mapping[str, StoredEntry | None] = dataclasses.field(default_factory=dict)
+    rivals: Mapping[ConfigKey, StoredEntry | None] = dataclasses.field(default_factory=dict)
 
     @property
     def conflicts(self) -> list[Step]:
@@ -249,9 +250,9 @@ def bring(sources: Sequence[Place], target: Place) -> Plan:
         OSError: The target cannot be written.
     """
     found = plan(sources, target)
-    late = {identity(entry.key) for entry in target.put(found.entries, found.rivals)}
+    late = {entry.key for entry in target.put(found.entries, found.rivals)}
     verdict = Verdict(False, "another process is saving configurations of this call")
-    steps = [step._replace(verdict=verdict) if identity(step.theirs.key) in late else step for step in found.steps]
+    steps = [step._replace(verdict=verdict) if step.theirs.key in late else step for step in found.steps]
     return dataclasses.replace(found, steps=tuple(steps))
 
 
@@ -264,14 +265,14 @@ class _Planner:
     Attributes:
         steps: One decision per entry.
         put: The entries to write, by slot (see `_slot`).
-        rivals: The target's existing entries, by the `identity` of the key.
+        rivals: The target's existing entries, by key.
     """
 
     def __init__(self, target: Place) -> None:
         self._target = target
         self.steps: list[Step] = []
         self.put: dict[tuple[str, ...], StoredEntry] = {}
-        self.rivals: dict[str, StoredEntry | None] = {}
+        self.rivals: dict[ConfigKey, StoredEntry | None] = {}
 
     def take(self, source: Place) -> None:
         """Decide about the entries of a place. A target with one entry per key gets the first entry of each key."""
@@ -337,12 +338,12 @@ class _Planner:
     def _step(self, entry: StoredEntry) -> Step:
         ours = self.put.get(self._slot(entry))
         if ours is None:
-            ours = self.rivals[identity(entry.key)] = self._target.rival(entry)
+            ours = self.rivals[entry.key] = self._target.rival(entry)
         return Step(entry, ours, Verdict(True, "") if ours is None else judge(ours, entry))
 
     def _slot(self, entry: StoredEntry) -> tuple[str, ...]:
         """Return the slot of an entry; the target keeps one entry per slot."""
-        return (identity(entry.key), *(provenance_class(entry) if self._target.has_classes else ()))
+        return (*entry.key, *(provenance_class(entry) if self._target.has_classes else ()))
 
 
 def place_of(name: str, cache_dir: Path) -> FolderPlace | SharedPlace:

@@ -18,6 +18,7 @@ from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.shared.copies import LocalCopy
 from ejkernel.ops.config.shared.packs import LARGEST
 from ejkernel.ops.config.shared.stores import MOST, REMEDY, Store, shown
+from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, EjkernelError
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import counted
@@ -71,7 +72,7 @@ class SharedLayer:
     def __str__(self) -> str:
         return shown(self.url)
 
-    def find(self, key: object) -> list[StoredEntry]:
+    def find(self, key: ConfigKey) -> list[StoredEntry]:
         """Return the copy's entries for a key, in lookup order."""
         return [] if self.copy is None else self.copy.find(key)
 

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ejkernel.ops.config import entries
-from ejkernel.ops.config._files import UnusableError, identity, opened, or_unusable
+from ejkernel.ops.config._files import UnusableError, key_text, opened, or_unusable
 from ejkernel.ops.config.entries import StoredEntry, data_of, entry_of
+from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.storage.encode import dumps
 from ejkernel.ops.utils.storage.serialize import check_schema, decoded, describe, parse_json
 
@@ -53,9 +54,9 @@ def checked(line: bytes) -> bytes:
     return line
 
 
-def token_of(key: object) -> str:
+def token_of(key: ConfigKey) -> str:
     """Return the digest of a key. Lines are sorted by this digest."""
-    return _digest(identity(key).encode())
+    return _digest(key_text(key).encode())
 
 
 def line_of(entry: StoredEntry) -> bytes:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ejkernel.ops.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
+Levels = npt.NDArray[np.intp]
 
 _GEOMETRIC = 4.0  # positive values that span at least this factor are compared by ratio, not by difference
 ALIGNED_FROM = 3  # an axis with fewer values gets no column for alignment
@@ -103,41 +104,34 @@ class Axis:
             return repr(self.values)
         return f"({', '.join(map(repr, self.values[:_SHOWN]))}, ... {len(self.values)} values)"
 
-    def encode(self, values: Sequence[object], *, aligned_from: int = ALIGNED_FROM) -> Floats:
-        """Return the features of `values`, one row for each; the values need not be on the axis.
+    def encode(self, levels: Levels, *, aligned_from: int = ALIGNED_FROM) -> Floats:
+        """Return the features of the values at these positions, one row for each.
 
         Numbers have one column from 0 (smallest) to 1 (largest), on a log scale if they are positive and span a factor
         of four. Integers that are not all powers of two have a second column, the number of times that two divides
         them, because a size that fits a warp, a vector load or a memory line behaves unlike its neighbours. Categories
-        have one column each, at distance 1 from each other and equally far from values off the axis. Very many
-        categories share columns, so their distances are 1 on average.
+        have one column each, at distance 1 from each other. Very many categories share columns, so their distances are
+        1 on average.
 
         Args:
-            values: The values to encode.
+            levels: The positions of the values.
             aligned_from: The number of values from which an axis has the second column.
-
-        Raises:
-            ConfigError: The axis is numeric and a value is not a number.
         """
+        distinct, inverse = np.unique(levels, return_inverse=True)
+        return self._features(distinct, aligned_from)[inverse.reshape(-1)]
+
+    def _features(self, levels: Levels, aligned_from: int) -> Floats:
         if len(self.values) == 1:
-            return np.zeros((len(values), 0))
+            return np.zeros((len(levels), 0))
         if not self.numeric:
-            return self._one_hot(values) if len(self.values) <= _LONG else self._mixed(values)
-        for value in values:
-            if not is_number(value):
-                raise ConfigError(f"axis {self.name!r} has numbers, got {value!r}; give one of {self.shown()}.")
-        given = np.asarray(values, np.float64)
+            few = len(self.values) <= _LONG
+            return math.sqrt(0.5) * (levels[:, None] == np.arange(len(self.values))) if few else _mixed(levels)
+        given = np.asarray([self.values[level] for level in levels.tolist()], np.float64)
         low, high = self._span
         columns = [_scaled(given, low, high, geometric=low > 0 and high >= _GEOMETRIC * low)]
         if len(self.values) >= aligned_from and self._alignment is not None:
             columns.append(_scaled(_twos(given), *self._alignment, geometric=False))
         return np.stack(columns, axis=1)
-
-    def encode_levels(self, levels: npt.NDArray[np.intp], *, aligned_from: int = ALIGNED_FROM) -> Floats:
-        """Return the features of the values at these positions; see `encode`."""
-        distinct, inverse = np.unique(levels, return_inverse=True)
-        values = [self.values[level] for level in distinct.tolist()]
-        return self.encode(values, aligned_from=aligned_from)[inverse.reshape(-1)]
 
     @functools.cached_property
     def _span(self) -> tuple[float, float]:
@@ -156,25 +150,6 @@ class Axis:
         twos = _twos(own.astype(np.float64))
         low, high = float(twos.min()), float(twos.max())
         return (low, high) if low < high else None
-
-    def _one_hot(self, values: Sequence[object]) -> Floats:
-        encoded = np.zeros((len(values), len(self.values)))
-        for row, value in enumerate(values):
-            level = self.level(value)
-            if level is not None:
-                encoded[row, level] = math.sqrt(0.5)
-        return encoded
-
-    def _mixed(self, values: Sequence[object]) -> Floats:
-        """Return a row of pseudo-random signs for each value, and zeros for values off the axis."""
-        levels = [self.level(value) for value in values]
-        mixed = np.array([0 if level is None else level + 1 for level in levels], np.uint64)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-        signs = (mixed[:, None] >> np.arange(_SHARED, dtype=np.uint64)) & np.uint64(1)
-        known = np.array([level is not None for level in levels])[:, None]
-        encoded: Floats = np.where(known, (2.0 * signs - 1.0) * math.sqrt(0.5 / _SHARED), 0.0)
-        return encoded
 
 
 def are_values(values: object) -> TypeGuard[Iterable[Any]]:
@@ -212,6 +187,15 @@ def value_key(value: object) -> Any:
     except TypeError:
         return _TEXT, repr(value)
     return value
+
+
+def _mixed(levels: Levels) -> Floats:
+    """Return a row of pseudo-random signs for each level."""
+    mixed = levels.astype(np.uint64) + np.uint64(1)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    signs = (mixed[:, None] >> np.arange(_SHARED, dtype=np.uint64)) & np.uint64(1)
+    return np.where(signs, math.sqrt(0.5 / _SHARED), -math.sqrt(0.5 / _SHARED))
 
 
 def _scaled(given: Floats, low: float, high: float, *, geometric: bool) -> Floats:

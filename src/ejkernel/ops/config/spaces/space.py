@@ -365,18 +365,10 @@ class ConfigSpace(NamedArguments, Generic[Cfg]):
 
     # Numeric features for the search model.
 
-    def encode(self, assignments: Sequence[Mapping[str, object]], *, aligned_from: int = ALIGNED_FROM) -> list[Floats]:
-        """Return the features of each varying axis, with one row per assignment; see `Axis.encode`."""
-        columns = (
-            axis.encode([assignment[axis.name] for assignment in assignments], aligned_from=aligned_from)
-            for axis in self.axes
-        )
-        return [column for column in columns if column.shape[1]]
-
-    def encode_points(self, points: Sequence[Point], *, aligned_from: int = ALIGNED_FROM) -> list[Floats]:
-        """Return the features of points; see `encode`."""
+    def encode(self, points: Sequence[Point], *, aligned_from: int = ALIGNED_FROM) -> list[Floats]:
+        """Return the features of each varying axis, with one row per point; see `Axis.encode`."""
         levels = np.asarray(points, dtype=np.intp).reshape(len(points), len(self.axes))
-        columns = (axis.encode_levels(levels[:, i], aligned_from=aligned_from) for i, axis in enumerate(self.axes))
+        columns = (axis.encode(levels[:, i], aligned_from=aligned_from) for i, axis in enumerate(self.axes))
         return [column for column in columns if column.shape[1]]
 
     @functools.cached_property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages about unknown names and wrong arguments, with the closest known name, and about wrong `with` statements."""
+"""Messages about unknown names and wrong arguments, with the closest known name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final, NoReturn, ParamSpec, Self, TypeVar, cast
+from typing import Any, ClassVar, Final, ParamSpec, Self, TypeVar
 
 from ejkernel.ops.errors import ArgumentError, CallError, ConfigError, EjkernelError, KernelError, TuningError
 from ejkernel.ops.utils.error_text import value_text
@@ -302,45 +302,3 @@ def named(op_id: str) -> Iterator[None]:
         if type(error) not in _PREFIXED or str(error).startswith(op_id):
             raise
         raise type(error)(f"{op_id}: {error}") from error
-
-
-class NoBlock:
-    """Base of classes that users put into a `with` statement by mistake; `_instead` is what to write."""
-
-    __slots__ = ()
-    _instead = ""
-
-    def __enter__(self) -> NoReturn:
-        raise ArgumentError(f"{type(self).__name__} is no context manager: write `{self._instead}`.")
-
-    def __exit__(self, *error: object) -> None:
-        """Do nothing: `__enter__` always raises."""
-
-
-class _Called:
-    """A function that returns a context manager, with an error if a `with` statement has the function itself."""
-
-    def __init__(self, function: Callable[..., Any], example: str) -> None:
-        functools.update_wrapper(self, function)
-        self._function, self._example = function, example
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    def __reduce__(self) -> str:
-        return self._function.__qualname__
-
-    def __enter__(self) -> NoReturn:
-        raise ArgumentError(f"{self._function.__name__} must be called: write `with {self._example}:`.")
-
-    def __exit__(self, *error: object) -> None:
-        """Do nothing: `__enter__` always raises."""
-
-
-def called_in_with(example: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make `with function:` an error that shows the call, such as `policy_override(autotune=True)`."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        return cast(Callable[P, R], _Called(function, example))
-
-    return decorate
