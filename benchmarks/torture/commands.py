@@ -31,7 +31,7 @@ _OPTIONS: Final = (
     *("--unreadable", "--not-for-this-jax", "--in-process", "--compile-only", "--", "-", "", "--no", "-x"),
 )
 _VALUED: Final = (
-    *("--cache", "--shapes", "--from", "--import", "--budget", "--devices", "--mesh-devices"),
+    *("--cache", "--shapes", "--from", "--import", "--budget", "--devices", "--compile-processes", "--mesh-devices"),
     *("--target", "--output", "--log", "--older-than"),
 )
 _WORDS: Final = (

@@ -133,7 +133,7 @@ COMPILE = ("tune", "prog:step", "--compile-only", "--target", "here", "--output"
 
 
 def test_a_second_process_measures_a_bundle_without_compiling(folder):
-    status, out, err = run(folder, *COMPILE, "-v")
+    status, out, err = run(folder, *COMPILE, "--compile-processes", "1", "-v")
     assert status == 0, err
     assert re.search(r"noisy@v0 +repeats=0 +ready +\d+\.\d s", out)
     assert "2 ready, 1 failed" in out
@@ -170,8 +170,8 @@ def test_several_devices_on_a_cpu_are_an_error_with_the_reason(folder):
 
 @pytest.mark.parametrize(
     "mode",
-    [(), ("--in-process",)],
-    ids=["in a worker", "in this process"],
+    [("--compile-processes", "1"), ("--in-process",)],
+    ids=["in a worker and its compilers", "in this process"],
 )
 def test_output_and_warnings_of_a_program_go_to_stderr(folder, mode):
     status, out, err = run(folder, "tune", "prog:step", "--json", *mode)
@@ -260,6 +260,7 @@ def test_ctrl_c_while_the_program_is_still_looked_at_ends_the_command_at_once(fo
             "--compile-only needs either MODULE:FUNCTION or --shapes",
         ),
         ((*COMPILE[:4], "abacus", *COMPILE[5:]), 1, "target must be one of here, "),
+        ((*COMPILE, "--compile-processes", "-1"), 2, "-1 is not in the range x>=0"),
         ((*COMPILE, "--devices", "2"), 2, "--devices cannot be used with --compile-only"),
         (("tune", "prog:step", "--in-process", "--devices", "2"), 2, "--devices cannot be used with --in-process"),
         ((*COMPILE, "--json"), 2, "--json cannot be used with --compile-only"),

@@ -178,7 +178,7 @@ def test_the_command_saves_one_configuration_for_all_and_knows_it_again(folder, 
 
 @pytest.mark.slow
 def test_shared_candidates_of_several_calls_may_be_compiled_elsewhere(folder, capsys):
-    assert main(["tune", "--compile-only", *NAMED, "--output", "bundle"]) == 0
+    assert main(["tune", "--compile-only", *NAMED, "--output", "bundle", "--compile-processes", "0"]) == 0
     printed = capsys.readouterr()
     assert "on the machine with the device: ejkernel tune --from bundle --shapes shapes.jsonl" in printed.err
     assert main(["tune", "--in-process", "--from", "bundle", *NAMED, "--cache", "saved", "--json"]) == 0

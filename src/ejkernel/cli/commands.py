@@ -130,6 +130,12 @@ read_cache = click.option(
     "--devices", type=click.IntRange(min=1), metavar="COUNT", help="Number of GPUs that tune in parallel; 1 by default."
 )
 @click.option("--ray", metavar="ADDRESS", help="Tune on the workers of a Ray cluster: auto, HOST:PORT, or local.")
+@click.option(
+    "--compile-processes",
+    type=click.IntRange(min=0),
+    metavar="COUNT",
+    help="Number of compile processes, or 0 for threads; by default one per core for known GPUs, else 0.",
+)
 @mesh_devices
 @click.option(
     "--check-step/--no-check-step",

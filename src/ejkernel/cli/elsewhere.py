@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -44,8 +45,10 @@ def run_compile(options: TuneOptions, device: str, output: Path) -> None:
         _list(options, found, preparation)
         return
     started = time.monotonic()
+    # By default one per core, so that a crash costs only its candidate.
+    processes: dict[str, Any] = {} if options.compile_processes is None else {"processes": options.compile_processes}
     with bars(console, [inv.op_id for inv in found.calls], "compiling", measures=False) as shown:
-        made = preparation.run(_sets(found), None, progress=shown.step)
+        made = preparation.run(_sets(found), None, progress=shown.step, **processes)
     click.echo(bundle_as_text(made.bundled, verbose=options.verbose))
     # Measuring a bundle imports nothing by itself, so the printed command names the modules.
     modules = source.imports or ((source.program.module,) if source.program is not None else ())
@@ -78,8 +81,9 @@ def run_estimate(options: TuneOptions, device: str) -> int:
         )
     found = _found(source, aim, console)
     started = time.monotonic()
+    processes: dict[str, Any] = {"processes": options.compile_processes} if options.compile_processes else {}
     with bars(console, [inv.op_id for inv in found.calls], "estimating", measures=False) as shown:
-        made = preparation.run(_sets(found), store, progress=shown.step)
+        made = preparation.run(_sets(found), store, progress=shown.step, **processes)
     if options.as_json:
         report.echo_json(to_data(made.estimates))
     else:

@@ -69,6 +69,7 @@ class TuneOptions:
     devices: int = 1
     mesh_devices: int | None = None
     ray: str | None = None
+    compile_processes: int | None = None
     check_step: bool | None = None
 
     @property
@@ -318,8 +319,8 @@ def _find(options: TuneOptions, source: Source, executor: RayExecutor | None) ->
 
 
 def _processes(options: TuneOptions, device: str) -> int:
-    if options.ray is not None:  # the number of cores of a Ray node is unknown
-        return 0
+    if options.compile_processes is not None or options.ray is not None:  # a Ray node's number of cores is unknown
+        return options.compile_processes or 0
     from ejkernel.ops.autotuner.compile.processes import usual_processes  # imports multiprocessing
 
     # Each worker has its own pool, and all pools share the cores.
