@@ -293,7 +293,7 @@ def test_gradients_of_replicated_arguments_are_summed_over_the_mesh(kernel):
     tall = np.tile(x, (2, 1))
     executor = Executor(ConfigSelectorChain())
     specs = {"mesh": mesh, "in_specs": (P("d"), P()), "out_specs": P("d")}
-    call = jax.shard_map(functools.partial(executor, kernel), **specs)
+    call = functools.partial(executor, kernel, method="shard_map", **specs)
     actual, expected = (jax.grad(squared(f), (0, 1))(tall, w) for f in (call, tanh_matmul))
     assert_trees_close(actual, expected)
 

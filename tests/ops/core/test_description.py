@@ -225,6 +225,7 @@ def test_the_untouched_description_is_fine(described):
         ({"wiring": [{"residuals": True}, {"axes": [0, None, 0, 0]}]}, "another key|cannot be traced"),
         ({"x64": 1}, "its x64 is int 1"),
         ({"precision": "perfect"}, "cannot be traced"),
+        ({"method": "nonsense"}, "there is no method 'nonsense'"),
     ],
 )
 def test_a_changed_description_is_refused_with_a_reason(described, changes, reason):

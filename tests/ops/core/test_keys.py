@@ -257,6 +257,10 @@ def test_the_order_of_batches_matters():
     assert len(keys) == 2
 
 
+def test_the_method_matters():
+    assert Invocation(kernel=KERNEL, args=(X,), method="shard_map").call_key != key_of(X)
+
+
 def test_metadata_does_not_matter():
     assert Invocation(kernel=KERNEL, args=(X,), metadata={"note": object()}).call_key == key_of(X)
 

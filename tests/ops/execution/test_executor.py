@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The executor: dispatch to platform methods, arguments of every kind, and the default one."""
+"""The executor: dispatch to platform methods, arguments of every kind, methods, and the default one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from tests.ops.sample_kernels import Times
 
 from ejkernel import ops
@@ -323,6 +324,75 @@ def test_a_stamp_prefix_begins_the_labels(chain):
     kernel = Times()
     (label,) = ops.find_labels_in_lowered(jax.jit(lambda x: executor(kernel, x)).lower(X))
     assert label.startswith("mine#Times@v0:")
+
+
+# --- method="shard_map" ---
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+SPEC = PartitionSpec("data")
+
+
+@pytest.fixture
+def sharded(mesh):
+    return {"method": "shard_map", "mesh": mesh, "in_specs": (SPEC,), "out_specs": SPEC}
+
+
+def test_each_device_runs_its_shard(executor, sharded):
+    got = executor(Times(), X, **sharded)
+    np.testing.assert_array_equal(got, X)
+    assert len(got.sharding.device_set) == 8
+
+
+def test_the_call_is_the_local_one_and_says_how_it_was_made(executor, sharded):
+    with recording() as seen:
+        executor(Times(), X, **sharded)
+    assert [(inv.args[0].shape, inv.method) for inv in seen] == [((1,), "shard_map")]
+
+
+def test_a_sharded_call_is_configured_apart(executor, chain, sharded):
+    kernel = Times()
+    chain.cache.put(ops.Invocation(kernel=kernel, args=(X[:1],), method="shard_map").key, 5)
+    np.testing.assert_array_equal(executor(kernel, X, **sharded), 5 * X)
+
+
+def test_a_sharded_call_is_differentiated(executor, sharded):
+    kernel = Times()
+    gradient = jax.grad(lambda x: executor(kernel, x, **sharded).sum())(X)
+    np.testing.assert_array_equal(gradient, np.ones(8, np.float32))
+
+
+def test_a_sharded_call_takes_static_arguments_and_a_configuration(executor, mesh):
+    options = {"method": "shard_map", "mesh": mesh, "in_specs": (SPEC,), "out_specs": SPEC}
+    got = executor(Everything(), X, 3, activation=jnp.negative, cfg=1, **options)
+    np.testing.assert_array_equal(got, -3 * X)
+
+
+def test_a_sharded_call_takes_nothing_by_keyword(executor, sharded):
+    np.testing.assert_array_equal(executor(Everything(), X, activation=None, cfg=1, **sharded), X)
+
+
+def test_no_method_is_a_plain_call(executor):
+    np.testing.assert_array_equal(executor(Times(), X, method=None), X)
+
+
+def test_an_unknown_method_is_an_error(executor):
+    with pytest.raises(ArgumentError, match="method must be one of shard_map, or None; got 'pmap'"):
+        executor(Times(), X, method="pmap")
+
+
+def test_a_sharded_call_without_a_mesh_is_an_error(executor):
+    with pytest.raises(ArgumentError, match=r"needs mesh=, in_specs= and out_specs=; missing \['mesh', 'out_specs'\]"):
+        executor(Times(), X, method="shard_map", in_specs=(SPEC,))
+
+
+def test_a_sharded_call_takes_arrays_by_position(executor, sharded):
+    with pytest.raises(ArgumentError, match="takes arrays by position, got tree by keyword"):
+        executor(Everything(), tree=X, **sharded)
 
 
 # --- saved configurations that no longer run ---

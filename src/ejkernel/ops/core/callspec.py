@@ -24,6 +24,7 @@ from ejkernel.ops.utils.values.signature import as_array, is_array, wraps_array
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+METHODS = ("shard_map",)  # values of the executor's `method`
 
 
 class _Placeholder:
@@ -50,6 +51,7 @@ class CallSpec:
 
     Attributes:
         token: Identities of the kernel, of the structure of `(args, kwargs)` and of the static leaves.
+        method: The requested way to run the call (`"shard_map"`), or `None`.
         treedef: Structure of `(args, kwargs)`.
         held: Functions that return the kernel and the leaves; arrays are replaced by a placeholder.
         num_arrays: The number of arrays of the call.
@@ -57,13 +59,14 @@ class CallSpec:
 
     # Calls are compared by token: `==` equates the leaves 1, 1.0 and True, and fails for arrays in static values.
     token: Hashable
+    method: str | None
     treedef: Any = dataclasses.field(compare=False, repr=False)
     held: tuple[Held, ...] = dataclasses.field(compare=False, repr=False)
     num_arrays: int = dataclasses.field(compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A PyTreeDef with nodes of the user's own classes cannot be pickled, but the tree itself can.
-        return _restored, (self.kernel, jax.tree.unflatten(self.treedef, self.statics))
+        return _restored, (self.kernel, jax.tree.unflatten(self.treedef, self.statics), self.method)
 
     @property
     def kernel(self) -> Any:
@@ -106,8 +109,8 @@ class CallSpec:
         return [(jax.tree.structure(arg), jax.tree.leaves(arg)) for arg in args]
 
 
-def _restored(kernel: Computation[Cfg, Out], tree: tuple[Any, Any]) -> CallSpec:
-    return take_apart(kernel, *tree)[0]
+def _restored(kernel: Computation[Cfg, Out], tree: tuple[Any, Any], method: str | None) -> CallSpec:
+    return take_apart(kernel, *tree, method)[0]
 
 
 def is_call(value: object) -> bool:
@@ -250,7 +253,7 @@ def _parameters(signature: inspect.Signature, function: Any, choices: frozenset[
 
 
 def take_apart(
-    kernel: Computation[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    kernel: Computation[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None
 ) -> tuple[CallSpec, list[Any]]:
     """Return the call's `CallSpec` and its arrays, in order; a keyword for a positional parameter becomes positional.
 
@@ -269,7 +272,7 @@ def take_apart(
             # Copy a set: calls compare sets by content, and the user may change the set before the call is lowered.
             held.append(_placeholder if leaf is _PLACEHOLDER else Strong(set(leaf) if type(leaf) is set else leaf))
     count = sum(hold is _placeholder for hold in held)  # of a pickled call, the leaves are placeholders already
-    return CallSpec((by_is(kernel), tokens_of(tree)), treedef, tuple(held), count), arrays
+    return CallSpec((by_is(kernel), tokens_of(tree)), method, treedef, tuple(held), count), arrays
 
 
 def tokens_of(tree: Any) -> Hashable:

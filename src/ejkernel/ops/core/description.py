@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import jax
 
-from ejkernel.ops.core.callspec import take_apart
+from ejkernel.ops.core.callspec import METHODS, take_apart
 from ejkernel.ops.core.context import Numerics, numerics, numerics_in_force
 from ejkernel.ops.core.declared_names import names_of
 from ejkernel.ops.core.invocation import DEFAULT_PRNG, DEFAULT_PROMOTION, Invocation, invocation_of
@@ -34,7 +34,7 @@ from ejkernel.ops.utils.values.identity import Strong
 from ejkernel.ops.utils.values.signature import abstract, is_inexact
 
 _REQUIRED: Final = {"op", "args", "kwargs"}
-_OPTIONAL: Final = {"defaults", "kernel", "steps", "precision", "x64", "prng", "promotion", "wiring"}
+_OPTIONAL: Final = {"defaults", "kernel", "steps", "method", "precision", "x64", "prng", "promotion", "wiring"}
 _WIRING: Final = ({"residuals"}, {"axis_name", "axes", "transposed"})  # fields for derivatives, fields for vmap
 # Limits beyond any real program: descriptions come from untrusted files, and rebuilding traces the call.
 _MAX_STEPS: Final = 16
@@ -98,6 +98,8 @@ def _checked(data: object) -> dict[str, Any]:
     for name, value in data.items():
         if type(value) is not types.get(name, str):
             raise DescriptionError(f"its {name} is {shown(value)}")
+    if data.get("method", METHODS[0]) not in METHODS:
+        raise DescriptionError(f"there is no method {data['method']!r}")
     return data
 
 
@@ -148,7 +150,7 @@ def _invocation(
     names = names_of(kernel)
     args = undescribe(data["args"], names)
     kwargs = {name: undescribe(value, names) for name, value in data["kwargs"].items()}
-    spec, arrays = take_apart(kernel, args, kwargs)
+    spec, arrays = take_apart(kernel, args, kwargs, data.get("method"))
     builder = _Builder(Forward(spec), [abstract(array) for array in arrays])
     for step, more in steps:
         builder = builder.vmapped(step, more) if step[0] == "vmap" else builder.derived(step, more)

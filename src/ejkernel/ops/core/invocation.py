@@ -58,6 +58,7 @@ class Invocation(Generic[Cfg, Out]):
         batch_sizes: The sizes of those `vmap`s.
         override_cfg: The caller's `cfg=`.
         stamp: Whether to label the call in the program's text.
+        method: The requested way to run the call, such as `"shard_map"`.
         device: Fingerprint of the call's device; empty for the default device.
         precision: The default matmul precision in force.
         x64: Whether 64-bit types are enabled.
@@ -76,6 +77,7 @@ class Invocation(Generic[Cfg, Out]):
     batch_sizes: tuple[int, ...] = ()
     override_cfg: Cfg | None = None
     stamp: bool = True
+    method: str | None = None
     device: str = ""
     precision: str | None = dataclasses.field(default_factory=lambda: numerics_in_force().default_matmul_precision)
     x64: bool = dataclasses.field(default_factory=lambda: numerics_in_force().enable_x64)
@@ -186,7 +188,7 @@ class Invocation(Generic[Cfg, Out]):
 
     def _taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn:
         assert self.kernel is not None  # `representative` checks it
-        spec, arrays = take_apart(self.kernel, args, kwargs)
+        spec, arrays = take_apart(self.kernel, args, kwargs, self.method)
         return spec, [abstract(array) for array in arrays]
 
     def _bucket(self) -> Bucket | None:
@@ -214,7 +216,7 @@ class Invocation(Generic[Cfg, Out]):
             return self._node
         if self.kernel is None:
             raise ArgumentError(f"Invocation of {self.op_id!r} has no kernel; pass kernel=...")
-        spec, arrays = take_apart(self.kernel, self.args, dict(self.kwargs))
+        spec, arrays = take_apart(self.kernel, self.args, dict(self.kwargs), self.method)
         node: Node = Forward(spec)
         for axes, size in zip(reversed(self.batch_axes or ()), reversed(self.batch_sizes), strict=True):
             if len(axes) != len(arrays):
@@ -249,6 +251,7 @@ class Invocation(Generic[Cfg, Out]):
         optional: dict[str, Any] = {
             "defaults": defaults if any(defaults.values()) else None,
             "kernel": {field.name: describe_static(getattr(kernel, field.name)) for field in fields},
+            "method": self.method,
             "precision": self.precision,
             "x64": self.x64,
             "prng": self.prng if self.prng != DEFAULT_PRNG else None,
@@ -283,7 +286,7 @@ class Invocation(Generic[Cfg, Out]):
         if self.kernel is None:
             return args, kwargs, {}
         if self.representative._node is None:  # a node's arguments are in this form
-            spec, arrays = take_apart(self.kernel, args, kwargs)
+            spec, arrays = take_apart(self.kernel, args, kwargs, self.method)
             args, kwargs = spec.join([abstract(array) for array in arrays])
         kept, rest = without_defaults(self.kernel, args, kwargs)
         return args, kwargs, {"args": len(args) - len(kept), "kwargs": sorted(kwargs.keys() - rest.keys())}
@@ -360,6 +363,7 @@ def invocation_of(node: Node, avals: Sequence[HasType], *, platform: str, overri
         batch_axes=tuple(axes) or None,
         batch_sizes=tuple(sizes),
         override_cfg=override,
+        method=node.spec.method,
         device=platform_fingerprint(platform),
         span=compat.programs.program_span(),
         array_types=tuple(abstract(aval) for aval in avals),

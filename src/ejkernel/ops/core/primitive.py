@@ -203,7 +203,9 @@ def _traced(call: Call, avals: Sequence[HasType]) -> Types:
         args, kwargs = abstract_tree((args, kwargs))
         insisted = None if call.override is None else call.override.config
         spec = call.node.spec
-        inv: Invocation[Any, Any] = Invocation(kernel=spec.kernel, args=args, kwargs=kwargs, override_cfg=insisted)
+        inv: Invocation[Any, Any] = Invocation(
+            kernel=spec.kernel, args=args, kwargs=kwargs, method=spec.method, override_cfg=insisted
+        )
         types.config, types.platform = config_for_types(inv, platform, call.host().resolve)
         return types.config, types.platform
 

@@ -18,7 +18,7 @@ from ejkernel.ops.config.misses.faults import Faults
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy, StalePolicy, effective_policy
 from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Resolution
-from ejkernel.ops.core.callspec import array_names, take_apart
+from ejkernel.ops.core.callspec import METHODS, array_names, take_apart
 from ejkernel.ops.core.invocation import Invocation, invocation_of
 from ejkernel.ops.core.kernel import (
     Kernel,
@@ -28,6 +28,7 @@ from ejkernel.ops.core.kernel import (
     kernel_of,
     prepared,
     unbound,
+    with_python_numbers,
 )
 from ejkernel.ops.core.primitive import Call, Override, call_p, types_of
 from ejkernel.ops.core.transformations.nodes import Forward
@@ -104,7 +105,8 @@ class Executor(Generic[Cfg, Out]):
             kernel: The kernel to run.
             *args: Its arguments. Arrays are traced; all others are static.
             cfg: The configuration; `None` lets the chooser find one.
-            **kwargs: Its keyword arguments.
+            **kwargs: Its keyword arguments. With `method="shard_map"` also `mesh`, `in_specs` and `out_specs`: the
+                call then runs on each device's shard, and is tuned for the shard.
         """
         try:
             return self.call(kernel, args, kwargs, cfg)
@@ -261,6 +263,8 @@ class Executor(Generic[Cfg, Out]):
                 raise KernelError(f"kernel must be an instance of Kernel, got {kernel!r}.")
         if cfg is not None:
             check_config(kernel, cfg)
+        if "method" in kwargs:
+            return self._through_method(kernel, args, kwargs, cfg)
         # Plans are jitted functions, and jit is disabled.
         if compat.settings.config.jax_disable_jit:
             return self.bind(kernel, args, kwargs, cfg)
@@ -276,13 +280,14 @@ class Executor(Generic[Cfg, Out]):
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
         cfg: Cfg | None,
+        method: str | None = None,
         *,
         weakly: bool = False,
     ) -> Out:
         """Bind the primitive for a call; with `weakly`, for a plan, which keeps neither executor nor kernel alive."""
         name = "" if cfg is None else "cfg"
         args, kwargs, cfg = _prepared(kernel, args, kwargs, cfg)
-        spec, arrays = take_apart(kernel, args, kwargs)
+        spec, arrays = take_apart(kernel, args, kwargs, method)
         override = None if cfg is None else Override(_override_token(cfg), cfg)
         call = Call(Strong(self), Forward(spec), override=override)
         # The plan outlives this call. The caller keeps executor and kernel alive while it is traced.
@@ -304,6 +309,35 @@ class Executor(Generic[Cfg, Out]):
                 raise
             raise ConfigError(fault) from compat.programs.without_our_frames(error)
         return cast(Out, jax.tree.unflatten(types.trees[0], call_p.bind(*arrays, call=call)))
+
+    def _through_method(
+        self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None
+    ) -> Out:
+        args, named = with_python_numbers(kernel, args, kwargs)
+        kwargs = dict(named)
+        method = kwargs.pop("method")
+        if method is None:
+            return self.call(kernel, args, kwargs, cfg)
+        if method not in METHODS:
+            raise ArgumentError(f"method must be one of {', '.join(METHODS)}, or None; got {method!r}.")
+        missing = [name for name in ("mesh", "in_specs", "out_specs") if name not in kwargs]
+        if missing:
+            raise ArgumentError(f"method='shard_map' needs mesh=, in_specs= and out_specs=; missing {missing}.")
+        mesh, in_specs, out_specs = (kwargs.pop(name) for name in ("mesh", "in_specs", "out_specs"))
+        # `jax.shard_map` has specs for arrays only, so static arguments bypass it.
+        given = [index for index, value in enumerate(args) if not is_static(value)]
+        arrays = {name: value for name, value in kwargs.items() if value is not None and not is_static(value)}
+        if arrays:
+            raise ArgumentError(f"method='shard_map' takes arrays by position, got {', '.join(arrays)} by keyword.")
+
+        def local(*shards: object) -> Out:
+            filled = list(args)
+            for index, shard in zip(given, shards, strict=True):
+                filled[index] = shard
+            return self.bind(kernel, tuple(filled), kwargs, cfg, method)
+
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+        return mapped(*[args[index] for index in given])
 
     def _invocation(
         self, kernel: Kernel[Cfg, Out], args: tuple[object, ...], kwargs: Mapping[str, object], cfg: Cfg | None

@@ -46,7 +46,9 @@ def _of_forward(node: Forward, arrays: Sequence[HasType]) -> Factors | None:
     kernel = node.spec.kernel
     args, kwargs = node.spec.join([abstract(array) for array in arrays])
     device = platform_fingerprint(platform_to_trace_for(kernel, jax.default_backend()))
-    rule = kernel.sharding_rule(Invocation(kernel=kernel, args=args, kwargs=kwargs, device=device))
+    rule = kernel.sharding_rule(
+        Invocation(kernel=kernel, args=args, kwargs=kwargs, method=node.spec.method, device=device)
+    )
     if rule is None:
         return None
     if not isinstance(rule, ShardingRule):

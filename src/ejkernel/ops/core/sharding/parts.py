@@ -111,7 +111,7 @@ class _Trace:
             found: Any = asked("part_arguments", kernel.part_arguments, self.part, *args, **kwargs)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
             raise KernelError(f"{kernel.op_id}: part_arguments must return (args, kwargs), got {found!r}.")
-        own, leaves = take_apart(kernel, *found)
+        own, leaves = take_apart(kernel, *found, whole.method)
         self.spec = dataclasses.replace(own, held=(whole.held[0], *own.held[1:]))  # held as strongly as before
         return tuple(leaves)
 
