@@ -130,6 +130,7 @@ def test_calls_that_the_kernel_does_not_run_are_refused_with_an_alternative(monk
     assert message.replace("\\", "") in (MosaicGpuActivation().unsupported(call) or "")
 
 
+@pytest.mark.slow
 def test_a_refusal_has_the_names_of_arguments_of_both_functions_that_have_epilogues(monkeypatch):
     from ejkernel.kernels import _hopper
 
