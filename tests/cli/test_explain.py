@@ -378,6 +378,13 @@ def test_output_to_a_pipe_is_complete():
     assert terminal_width() is None
 
 
+@pytest.mark.parametrize("stream", [None, object()], ids=["none", "no file"])
+def test_output_may_be_closed_or_any_object(monkeypatch, stream):
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "__stdout__", stream)
+    assert terminal_width() is None
+
+
 def test_an_entry_that_keeps_an_older_heuristic_is_named(folder, capsys, monkeypatch):
     program = sys.modules["explained_program"]
     inv = Invocation(kernel=program.explained, args=(jnp.ones((4, 4)),))

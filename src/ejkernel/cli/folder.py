@@ -52,7 +52,7 @@ from ejkernel.ops.core.kernel import kernel_of
 from ejkernel.ops.errors import ConfigError, DescriptionError
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.fingerprint import device_fingerprint
-from ejkernel.ops.utils.formatting import compact, counted
+from ejkernel.ops.utils.formatting import compact, counted, is_terminal
 
 logger = logging.getLogger(__name__)
 
@@ -337,7 +337,7 @@ def run_clear(
     found = [item for item in items(store) if item.is_ours and (older_than is None or wanted.has(item, now))]
     if found and not yes and not dry_run:
         # Without a terminal a prompt would wait forever.
-        if not sys.stdin.isatty():
+        if not is_terminal(sys.stdin):
             raise click.UsageError("cannot ask without a terminal; pass --yes, or --dry-run to list the files.")
         counts = _counts(collections.Counter(item.kind for item in found))
         if not click.confirm(f"Remove {counts} from {store.path}?", err=True):
