@@ -10,6 +10,7 @@ import datetime
 import logging
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -297,7 +298,7 @@ def _usable(count: int, bad: Sequence[Item], *, folder: str = "") -> str:
     if not ours:  # files of other programs, and folders that cannot be listed
         return unusable
     such = "all" if ours == len(bad) else str(ours)
-    of_folder = f" --cache {folder}" if folder else ""
+    of_folder = f" --cache {shlex.quote(folder)}" if folder else ""
     return f"{unusable}; `ejkernel cache prune --unreadable{of_folder}` removes {such} of them"
 
 

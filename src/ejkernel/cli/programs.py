@@ -333,4 +333,4 @@ def _shape_of(returned: Any) -> str:
 
 def with_cache(target: str, cache: Path | None) -> str:
     """Return the arguments of the next command for a program: its name, and `--cache` if the user passed it."""
-    return target if cache is None else f"{target} --cache {shlex.quote(str(cache))}"
+    return shlex.join([target] if cache is None else [target, "--cache", str(cache)])
