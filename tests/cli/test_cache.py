@@ -241,6 +241,8 @@ def test_prune_removes_older_entries(folder, capsys):
     assert [path for path in json.loads(out)["removed"] if "older-v0" in path]
     assert len(written(folder)) == len(before) - 1
     assert "0 entries" in run(capsys, "prune", "--older-than", "30d", cache=folder)[1]
+    assert run(capsys, "prune", "--older-than", "0d", cache=folder)[0] == 0
+    assert written(folder) == ["package.json"]
 
 
 def test_prune_removes_entries_of_another_jax(clean, capsys, monkeypatch):
