@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from ejkernel.ops.core.hooks import Computation, overrides, platform_to_trace_for
+from ejkernel.ops.core.hooks import overrides, platform_to_trace_for
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import Factor, Factors, ShardingRule, factors_of
 from ejkernel.ops.core.transformations.autodiff import Linear, ResidualVjp, ThroughResiduals, Vjp
@@ -51,13 +51,13 @@ def _of_forward(node: Forward, arrays: Sequence[HasType]) -> Factors | None:
     return None if rule is None else factors_of(rule, kernel.op_id, arrays, residuals=node.residuals)
 
 
-def rule_of(kernel: Computation[Any, Any], inv: Invocation[Any, Any]) -> ShardingRule | None:
+def rule_of(kernel: Any, inv: Invocation[Any, Any]) -> ShardingRule | None:
     """Return the sharding rule of a forward call.
 
     Raises:
         KernelError: The kernel returned something else.
     """
-    rule = kernel.sharding_rule(inv)
+    rule: ShardingRule | None = kernel.sharding_rule(inv)
     if rule is not None and not isinstance(rule, ShardingRule):
         raise KernelError(f"{kernel.op_id}: sharding_rule must return a ShardingRule or None, got {rule!r}.")
     return rule
