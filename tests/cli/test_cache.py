@@ -165,14 +165,15 @@ def test_verify_reads_the_layers_of_the_default_cache(clean, capsys, monkeypatch
     (path,) = clean.glob("*/older-v0/*.json")
     path.write_text("{")
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "own"))
-    monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", f"{clean},{tmp_path / 'none'}")
+    layer = clean.rename(tmp_path / "a layer")
+    monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", f"{layer},{tmp_path / 'none'}")
     status = main(["cache", "verify"])
     out = capsys.readouterr().out
     assert status == 1
-    assert f"`ejkernel cache prune --unreadable --cache {clean}` removes" in out
+    assert f"`ejkernel cache prune --unreadable --cache '{layer}'` removes" in out
     assert out.endswith(f"there is no folder {tmp_path / 'none'}\n")
     assert main(["cache", "verify", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["unusable"][0]["file"] == str(path)
+    assert json.loads(capsys.readouterr().out)["unusable"][0]["file"] == str(layer / path.relative_to(clean))
     (tmp_path / "empty").mkdir()
     assert main(["cache", "verify", "--cache", str(tmp_path / "empty")]) == 0  # a named folder is checked alone
 
@@ -240,6 +241,8 @@ def test_prune_removes_older_entries(folder, capsys):
     assert [path for path in json.loads(out)["removed"] if "older-v0" in path]
     assert len(written(folder)) == len(before) - 1
     assert "0 entries" in run(capsys, "prune", "--older-than", "30d", cache=folder)[1]
+    assert run(capsys, "prune", "--older-than", "0d", cache=folder)[0] == 0
+    assert written(folder) == ["package.json"]
 
 
 def test_prune_removes_entries_of_another_jax(clean, capsys, monkeypatch):

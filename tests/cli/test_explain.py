@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.cli import explain, main, report, show
+from ejkernel.kernels.rms_norm.xla import XlaParams
+from ejkernel.modules import RmsNormConfig
 from ejkernel.modules import flash_attention as flash
 from ejkernel.ops import ConfigSelectorChain, Invocation, PersistentCache
 from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState
@@ -168,6 +170,27 @@ def test_explain_as_json_has_every_tier(folder, capsys):
     assert (forward["op"], forward["source"]) == ("explained@v0", "persistent")
     assert set(forward["config"]) == {"rows_of_first", "rows_of_second"}
     assert [tier["tier"] for tier in backward["tiers"]][-3:] == ["autotune", "sister", "forward"]
+
+
+@pytest.mark.slow
+def test_the_configuration_of_a_backward_that_its_forward_answered_is_the_one_it_runs_with(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
+    more = "\n\ndef training():\n    return jax.grad(lambda x: rms_norm(x).sum()), step()[1]\n"
+    Path("normed_training.py").write_text(NORMED + more)
+
+    def explanations():
+        return json.loads(run(capsys, "explain", "normed_training:training", "--json")[1])
+
+    forward, untuned = explanations()
+    config = RmsNormConfig(implementation="xla", fwd=XlaParams(block_rows=8))
+    PersistentCache().put(forward["device"], forward["op"], forward["key"], config)
+    forward, backward = explanations()
+    assert (forward["config"]["fwd"], backward["source"]) == ({"block_rows": 8}, "forward")
+    assert backward["config"] == untuned["config"]
 
 
 def test_explain_measures_and_saves_nothing(folder, capsys, monkeypatch):
@@ -352,6 +375,13 @@ def test_a_terminal_s_own_width_counts_and_colours_can_be_switched_off():
 
 
 def test_output_to_a_pipe_is_complete():
+    assert terminal_width() is None
+
+
+@pytest.mark.parametrize("stream", [None, object()], ids=["none", "no file"])
+def test_output_may_be_closed_or_any_object(monkeypatch, stream):
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "__stdout__", stream)
     assert terminal_width() is None
 
 

@@ -71,6 +71,11 @@ def test_figures_need_a_folder(tmp_path, capsys):
     file.write_text("")
     assert main(["report", "--cache", str(folder), "--format", "svg", "--output", str(file)]) == 1
     assert "is not a folder; figures need one: choose it with --output." in capsys.readouterr().err
+    place = file / "inside"
+    assert main(["report", "--cache", str(folder), "--format", "svg", "--output", str(place)]) == 1
+    assert (
+        f"{place} cannot be written (Not a directory); choose another folder with --output." in capsys.readouterr().err
+    )
 
 
 def test_a_mesh_of_too_many_devices_names_the_option_and_the_variable(capsys, tmp_path, monkeypatch):

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+from pathlib import Path
 
 import pytest
 from tests import forked
 
 from ejkernel.cli import main
 from ejkernel.cli.files import calls_in_file
-from ejkernel.cli.programs import load_program, located
+from ejkernel.cli.programs import load_program, located, with_cache
 from ejkernel.ops.errors import ArgumentError
 
 pytestmark = pytest.mark.slow
@@ -297,3 +299,7 @@ def test_a_class_is_no_program(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ArgumentError, match=r"Model is a class; name a function without arguments"):
         load_program(located(f"{tmp_path}/of_class.py:Model"))
+
+
+def test_names_with_spaces_are_quoted_in_the_next_command():
+    assert shlex.split(with_cache("my steps/a.py:step", Path("a b"))) == ["my steps/a.py:step", "--cache", "a b"]

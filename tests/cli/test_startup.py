@@ -105,6 +105,26 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("place", "status", "said"),
+    [("/dev/full", 1, "ejkernel: error: [Errno 28] No space left on device\n"), ("&-", 0, "")],
+    ids=["full disk", "closed"],
+)
+def test_output_that_cannot_be_written_is_no_traceback(tmp_path, place, status, said):
+    command = f"{sys.executable} -m ejkernel cache path >{place}"
+    environment = os.environ | {"EJKERNEL_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (status, said)
+
+
+def test_a_removed_working_directory_is_an_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert main(["explain", "program:step"]) == 1
+    assert "ejkernel: error: the working directory was removed; change to another one.\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("words", "completed"),
     [
         ("ejkernel tu", "tune"),

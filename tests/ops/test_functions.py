@@ -36,7 +36,14 @@ from ejkernel.ops import (
     vmap_with_config,
 )
 from ejkernel.ops.core.kernel import candidates_of
-from ejkernel.ops.errors import ArgumentError, CacheWarning, CallError, TuningError, UnstableKeyError
+from ejkernel.ops.errors import (
+    ArgumentError,
+    CacheWarning,
+    CallError,
+    TuningError,
+    UnstableKeyError,
+    UnstableKeyWarning,
+)
 from ejkernel.ops.execution.discovery import discover
 
 X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
@@ -173,6 +180,15 @@ def test_other_arguments_are_static_or_arrays_as_usual():
 
     assert float(scaled(np.float32(3), by=jnp.float32(2), power=2)) == 18.0
     assert float(jax.grad(lambda b: scaled(np.float32(3), by=b))(2.0)) == 3.0
+
+
+def test_functions_without_a_module_can_be_tuned_and_be_static_arguments():
+    found = {}
+    exec("def of_a_text(x, function=None, *, rows=2):\n    return x * rows", found)
+    kernel = tune(found["of_a_text"], space={"rows": [2, 3]})
+    assert float(kernel(1.0)) == 2
+    with pytest.warns(UnstableKeyWarning, match="has no name that is the same in every process"):
+        assert float(kernel(1.0, found["of_a_text"])) == 2
 
 
 def test_functions_of_any_signature_can_be_tuned():

@@ -85,6 +85,18 @@ class RaisingConfiguration(Referenced):
         return tanh_matmul(x, w).reshape(-1 if not cfg else 7, 3)
 
 
+class Exiting(Referenced):
+    def run(self, x, w, *, cfg):
+        if cfg:
+            raise SystemExit(0)
+        return tanh_matmul(x, w)
+
+
+class ExitingHeuristic(Plain):
+    def heuristic_cfg(self, inv):
+        raise KeyboardInterrupt
+
+
 class TypeOfConfiguration(Referenced):
     def run(self, x, w, *, cfg):
         return tanh_matmul(x, w).astype(jnp.float16 if cfg else jnp.float32)

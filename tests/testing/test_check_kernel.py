@@ -57,6 +57,7 @@ WRONG = {
     "WrongUnderVmapOfGrad": (["vmap", "vmap of vmap", "vmap over w"], only("gradient", "vmap")),
     "OneConfiguration": (["outputs", "jit"], GROUPS),
     "RaisingConfiguration": (["types"], GROUPS),
+    "Exiting": (["types"], GROUPS),
     "TypeOfConfiguration": (["types"], GROUPS),
     "TypeOfSecondResult": (["types"], GROUPS),
     "StructureOfConfiguration": (["types"], GROUPS),
@@ -93,7 +94,12 @@ def test_check_kernel_locates_the_error_of_a_wrong_kernel(name):
 
 def test_each_wrong_kernel_is_tried():
     kinds = {name for name, value in vars(wrong_kernels).items() if getattr(value, "is_wrong", False)}
-    assert kinds == set(WRONG) | {"TakeWithoutMask", "InPlace", "MisalignedForTpu"}
+    assert kinds == set(WRONG) | {"TakeWithoutMask", "InPlace", "MisalignedForTpu", "ExitingHeuristic"}
+
+
+def test_an_exit_outside_of_run_is_an_error():
+    with pytest.raises(RuntimeError, match="the kernel would end the process: KeyboardInterrupt"):
+        check_kernel(wrong_kernels.ExitingHeuristic(), x, w)
 
 
 def test_without_a_reference_a_rule_inside_the_function_is_compared_with_differences():

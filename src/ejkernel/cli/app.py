@@ -70,8 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = _show_warning
         try:
             status = _run(None if argv is None else list(argv))
-            sys.stdout.flush()  # inside `try`: the reader of the pipe may be gone
-        except BrokenPipeError:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # inside `try`: the reader of the pipe may be gone
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError):  # e.g. the disk of the output is full
+                _echo_error(str(error))
             return _without_reader()
     return status
 
@@ -123,8 +126,8 @@ def _what_is_left(arguments: Sequence[str]) -> str:
 
 
 def _without_reader() -> int:
-    """Exit quietly after the reader of the output has closed the pipe, as `head` does."""
-    with contextlib.suppress(OSError, ValueError):  # stdout may not be a file
+    """Exit quietly after the reader of the output has closed the pipe, as `head` does, or after its disk is full."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # stdout may not be a file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes stdout at exit
     return 1
 

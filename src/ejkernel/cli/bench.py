@@ -46,7 +46,7 @@ class BenchOptions:
     baseline: str = ""
     op: str = ""
     shapes: tuple[str, ...] = ()
-    kwargs: str = "{}"
+    kwargs: str | None = None
     gradient: bool = False
     measure_peak: bool = False
     cache: Path | None = None

@@ -126,7 +126,7 @@ def prune(url: str, cache: Path | None, dry_run: bool, as_json: bool, **wanted: 
     With URL, the command removes entries of that shared cache instead of the folder, and also every entry that is worse
     than another. Readable entries of a damaged object stay. Other users may push at the same time.
     """
-    if not url and not any(wanted.values()):
+    if not url and all(value in (None, False) for value in wanted.values()):  # an age of 0 is false
         raise click.UsageError(
             "choose the files to remove: --older-than, --not-for-this-jax, --failed or --unreadable."
         )

@@ -344,7 +344,7 @@ def explain(target: str, prefix: str, imports: tuple[str, ...], missed: bool, de
     help="Compare the implementations of this operation instead.",
 )
 @click.option("--shape", "shapes", metavar="TYPE", multiple=True, help="With --op: an argument, e.g. bf16[8,128].")
-@click.option("--kwargs", metavar="JSON", default="{}", help="With --op: keyword arguments, e.g. '{\"causal\": true}'.")
+@click.option("--kwargs", metavar="JSON", help="With --op: keyword arguments, e.g. '{\"causal\": true}'.")
 @click.option("--gradient", is_flag=True, help="With --op: measure the gradient.")
 @click.option("--measure-peak", is_flag=True, help="With --op: measure the peak of this device, for the roofline.")
 @imports
@@ -375,7 +375,7 @@ def bench(imports: tuple[str, ...], **options: Any) -> int:
         raise click.UsageError("--op requires --shape for each array, e.g. --shape bf16[4,1024,8,64].")
     if options["op"] and options["baseline"]:
         raise click.UsageError("--baseline requires MODULE:FUNCTION; --op compares with the operation's reference.")
-    of_op = any(options[name] for name in ("shapes", "gradient", "measure_peak")) or options["kwargs"] != "{}"
+    of_op = any(options[name] for name in ("shapes", "gradient", "measure_peak")) or options["kwargs"] is not None
     if options["target"] and (of_op or imports):
         raise click.UsageError("--shape, --kwargs, --gradient, --measure-peak and --import require --op.")
     if options["unit"] and options["per_step"] is None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,8 +53,9 @@ def run_compile(options: TuneOptions, device: str, output: Path) -> None:
     click.echo(bundle_as_text(made.bundled, verbose=options.verbose))
     # Measuring a bundle imports nothing by itself, so the printed command names the modules.
     modules = source.imports or ((source.program.module,) if source.program is not None else ())
-    again = [] if options.shapes is None else [f"--shapes {options.shapes}"]
-    measure = " ".join(["ejkernel tune --from", str(output), *again, *(f"--import {module}" for module in modules)])
+    again = [] if options.shapes is None else ["--shapes", str(options.shapes)]
+    given = [word for module in modules for word in ("--import", module)]
+    measure = shlex.join(["ejkernel", "tune", "--from", str(output), *again, *given])
     aimed = "this machine (--target names another)" if device == "here" else device
     console.print(
         f"{_share(made, Status.READY)} compiled for {aimed} in {time.monotonic() - started:.1f} s, "
@@ -88,7 +90,7 @@ def run_estimate(options: TuneOptions, device: str) -> int:
         report.echo_json(to_data(made.estimates))
     else:
         click.echo("\n\n".join(estimates_as_text(each, verbose=options.verbose) for each in made.estimates))
-    again = options.target or f"--shapes {options.shapes}"
+    again = shlex.join([options.target] if options.target else ["--shapes", str(options.shapes)])
     console.print(
         f"{_share(made, 'estimated')} estimated in {time.monotonic() - started:.1f} s, none measured; "
         f"stored in {store.path}. `ejkernel tune {again}` on the device, with this folder as its cache, "

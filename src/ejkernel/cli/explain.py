@@ -121,7 +121,7 @@ def _as_data(why: Explanation) -> dict[str, Any]:
         "key": None if why.key is None else why.key.call,
         "device": None if why.key is None else why.key.device,
         "source": why.source,
-        "config": None if why.resolution is None else to_data(why.config),
+        "config": None if why.resolution is None else to_data(why.runs),
         "label": why.label,
         "refusals": dict(why.refusals),
         "search": None if why.search is None else why.search.data(),

@@ -10,6 +10,7 @@ import datetime
 import logging
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -52,7 +53,7 @@ from ejkernel.ops.core.kernel import kernel_of
 from ejkernel.ops.errors import ConfigError, DescriptionError
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.fingerprint import device_fingerprint
-from ejkernel.ops.utils.formatting import compact, counted
+from ejkernel.ops.utils.formatting import compact, counted, is_terminal
 
 logger = logging.getLogger(__name__)
 
@@ -297,7 +298,7 @@ def _usable(count: int, bad: Sequence[Item], *, folder: str = "") -> str:
     if not ours:  # files of other programs, and folders that cannot be listed
         return unusable
     such = "all" if ours == len(bad) else str(ours)
-    of_folder = f" --cache {folder}" if folder else ""
+    of_folder = f" --cache {shlex.quote(folder)}" if folder else ""
     return f"{unusable}; `ejkernel cache prune --unreadable{of_folder}` removes {such} of them"
 
 
@@ -337,7 +338,7 @@ def run_clear(
     found = [item for item in items(store) if item.is_ours and (older_than is None or wanted.has(item, now))]
     if found and not yes and not dry_run:
         # Without a terminal a prompt would wait forever.
-        if not sys.stdin.isatty():
+        if not is_terminal(sys.stdin):
             raise click.UsageError("cannot ask without a terminal; pass --yes, or --dry-run to list the files.")
         counts = _counts(collections.Counter(item.kind for item in found))
         if not click.confirm(f"Remove {counts} from {store.path}?", err=True):

@@ -100,9 +100,14 @@ def _matplotlib(folder: Path, form: str) -> Iterator[_Draw]:
         raise ConfigError(f"Matplotlib is not installed ({error}): pip install 'matplotlib>=3.9'.") from error
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; figures need one: choose it with --output.")
-    folder.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context(_STYLE):
-        yield _Draw(folder, form)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with mpl.rc_context(_STYLE):
+            yield _Draw(folder, form)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written ({error.strerror}); choose another folder with --output."
+        ) from error
 
 
 def _before_and_after(axes: Any, calls: Sequence[CallReport]) -> None:

@@ -59,7 +59,14 @@ def look_here() -> None:
     """Make modules of the working directory importable."""
     # An empty entry, as with `python -c`, already means the working directory.
     if "" not in sys.path:
-        look_in(Path.cwd())
+        look_in(_here())
+
+
+def _here() -> Path:
+    try:
+        return Path.cwd()
+    except FileNotFoundError as error:
+        raise ArgumentError("the working directory was removed; change to another one.") from error
 
 
 def located(target: str) -> Program:
@@ -110,7 +117,7 @@ def _module_file(path: Path, function: str) -> Path:
         path = package
     if not path.exists():
         other = path.with_name(f"{path.name}.py")
-        hint = f"did you mean {other}:{function}?" if other.is_file() else f"the working directory is {Path.cwd()}."
+        hint = f"did you mean {other}:{function}?" if other.is_file() else f"the working directory is {_here()}."
         raise ArgumentError(f"there is no file {path}; {hint}")
     if path.suffix != ".py":
         raise ArgumentError(f"{path} is not a Python file; to tune the text of a program, leave out :{function}.")
@@ -213,7 +220,7 @@ def _import(name: str) -> Any:
         # If another module is missing, an import of the user's code failed, and its line is shown.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        raise ArgumentError(f"there is no module {name!r} here ({Path.cwd()}) or on sys.path.") from error
+        raise ArgumentError(f"there is no module {name!r} here ({_here()}) or on sys.path.") from error
 
 
 def _check_file(module: Any, program: Program) -> None:
@@ -326,4 +333,4 @@ def _shape_of(returned: Any) -> str:
 
 def with_cache(target: str, cache: Path | None) -> str:
     """Return the arguments of the next command for a program: its name, and `--cache` if the user passed it."""
-    return target if cache is None else f"{target} --cache {shlex.quote(str(cache))}"
+    return shlex.join([target] if cache is None else [target, "--cache", str(cache)])

@@ -70,13 +70,13 @@ def calls_of_shapes(path: Path) -> Found:
     return Found(name=str(path), calls=tuple(calls.values()), counts=counts, sets=merged)
 
 
-def call_of_types(kernel: str, types: Sequence[str], kwargs: str) -> Invocation[Any, Any]:
+def call_of_types(kernel: str, types: Sequence[str], kwargs: str | None) -> Invocation[Any, Any]:
     """Return a call with abstract arrays.
 
     Args:
         kernel: The name of an operation or of a user's kernel.
         types: The arrays, e.g. `bf16[8,128]`.
-        kwargs: Keyword arguments in JSON, e.g. `{"causal": true}`.
+        kwargs: Keyword arguments in JSON, e.g. `{"causal": true}`; `None`: none.
 
     Raises:
         ArgumentError: The kernel is unknown, a type or the JSON is malformed, or the kernel rejects the arguments.
@@ -85,14 +85,14 @@ def call_of_types(kernel: str, types: Sequence[str], kwargs: str) -> Invocation[
         if _ARRAY.fullmatch(text) is None:
             raise ArgumentError(f"--shape must be an array with its dtype, e.g. bf16[4,8] or f32[], got {text!r}.")
     try:
-        options = parse_json(kwargs)
+        options = {} if kwargs is None else parse_json(kwargs)
     except SerializationError as error:
         raise ArgumentError(f"--kwargs must be JSON such as '{{\"causal\": true}}', got {kwargs!r}.") from error
     try:
         inv: Invocation[Any, Any] = _call(json.dumps({"kernel": kernel, "args": types, "kwargs": options})).call.inv
         _ = inv.key  # raises if the arguments do not fit the kernel
     except (EjkernelError, ValueError, TypeError) as error:
-        options_given = "" if kwargs == "{}" else f" with {kwargs}"
+        options_given = "" if kwargs is None else f" with {kwargs}"
         raise ArgumentError(f"{kernel}({', '.join(types)}){options_given}: {error}") from error
     return inv
 

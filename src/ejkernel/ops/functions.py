@@ -146,7 +146,7 @@ def tune(
         if not isinstance(version, str):
             raise KernelError(f"{declared.called}: version must be a string, got {version!r}.")
         members: dict[str, Any] = {
-            "__module__": getattr(function, "__module__", __name__),  # for lookup, display and pickling
+            "__module__": getattr(function, "__module__", None) or __name__,  # for lookup, display and pickling
             "run": _run(function, declared),
             "version": version,
             "keeps_residuals": bool(keeps_residuals),

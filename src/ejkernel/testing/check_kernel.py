@@ -16,7 +16,7 @@ from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.operation import Operation, Selected
 from ejkernel.ops.utils.fingerprint import device_fingerprint, device_kind
 from ejkernel.ops.utils.messages.names import check_argument, did_you_mean
-from ejkernel.testing.programs import reported_crashes
+from ejkernel.testing.programs import reported_crashes, without_exits
 from ejkernel.testing.report import CheckReport, to_stderr
 from ejkernel.testing.rows import GROUPS
 from ejkernel.testing.running import checked
@@ -110,7 +110,7 @@ def check_kernel(
     shown = scope.steps.shown(lambda line: tell(f"check_kernel {kernel.op_id_v}, {line}"))
     # A new thread is outside the caller's traces and meshes; its settings are carried over.
     with reported_crashes(), shown if progress else contextlib.nullcontext():
-        report = on_measuring_thread(lambda: checked(kernel, args, kwargs, configs, scope))
+        report = on_measuring_thread(without_exits()(lambda: checked(kernel, args, kwargs, configs, scope)))
     if strict:
         report.raise_if_failed()
     return report

@@ -14,6 +14,7 @@ import faulthandler
 import logging
 import math
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -293,12 +294,23 @@ def reported_crashes() -> Iterator[None]:
         faulthandler.disable()
 
 
+@contextlib.contextmanager
+def without_exits() -> Iterator[None]:
+    """Turn `SystemExit` and `KeyboardInterrupt` into failures; only kernels raise them on a measuring thread."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as error:
+        if not threading.main_thread().is_alive():  # the process ends
+            raise
+        raise RuntimeError(f"the kernel would end the process: {error_text(error)}") from error
+
+
 def named_after(config: object, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function, which runs below a frame with the name of the configuration."""
     called = "the heuristic" if config is None else compact(config)
     code = _frame.__code__.replace(co_filename=_FILE, co_name=f"configuration {called}", co_firstlineno=1)
     frame = types.FunctionType(code, {})
-    return lambda *args: frame(function, *args)
+    return without_exits()(lambda *args: frame(function, *args))
 
 
 def _frame(function: Callable[..., Any], *args: object) -> Any:

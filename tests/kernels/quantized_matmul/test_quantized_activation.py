@@ -131,6 +131,17 @@ def test_calls_that_the_kernel_does_not_run_are_refused_with_an_alternative(monk
 
 
 @pytest.mark.slow
+def test_a_refusal_has_the_names_of_arguments_of_both_functions_that_have_epilogues(monkeypatch):
+    from ejkernel.kernels import _hopper
+
+    monkeypatch.setattr(_hopper, "unavailable", lambda *_: None)
+    x, w, _ = operands(16, 128, 256, 1)
+    of_rows = Quantized(w.values[0].T, w.scale[0].T, (None, 1))
+    with pytest.raises(UnsupportedError, match=r"rhs \(w\) is \[k, n\]; .* with transpose_rhs \(transpose_w\)=True"):
+        quantized_matmul(x, of_rows, activation="silu", implementation="mosaic_gpu")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "message"),
     [

@@ -21,6 +21,7 @@ from ejkernel.ops import (
     Entry,
     Executor,
     Invocation,
+    Kernel,
     PersistentCache,
 )
 from ejkernel.ops.core.context import current_scope
@@ -230,6 +231,30 @@ def test_space_around_the_text_does_not_matter():
 def test_a_configuration_that_would_be_read_as_another_is_reported_when_it_is_written():
     with pytest.warns(CacheWarning, match=r"loads\(\) will not return .* matmul@v0: \$.rows: expected"):
         result_of(entry(1, Tile(8.0))).dumps()
+
+
+def of_a_class_in_a_function(default):
+    """Return a kernel and one of its configurations; the classes of all these kernels have the same names."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        rows: int = default
+
+    class Local(Kernel[Config, jax.Array]):
+        def run(self, x, *, cfg):
+            return x
+
+    return Local(f"local_{default}"), Config()
+
+
+@pytest.mark.filterwarnings("error")
+def test_configurations_of_classes_with_one_name_are_read_as_those_of_their_operation(tmp_path):
+    kernels = [of_a_class_in_a_function(default) for default in (8, 16)]
+    result = result_of(*(Entry(kernel.op_id_v, f"{1:016x}", cfg) for kernel, cfg in kernels))
+    assert AutotuningResult.loads(result.dumps()) == result
+    result.save(PersistentCache(tmp_path))
+    for kernel, cfg in kernels:
+        assert PersistentCache(tmp_path).get("cpu:some", kernel.op_id_v, f"{1:016x}") == cfg
 
 
 def test_a_text_with_any_change_is_an_error():

@@ -120,7 +120,7 @@ class Estimates(CallRecord):
         found = []
         for row in self.ranked:
             try:
-                config = decode_config(row.config, row.config_type)
+                config = decode_config(row.config, row.config_type, inv.op_id_v)
                 found.append(EstimatedTime(config, _us(row) / 1e6, _least_us(row) / 1e6))
             except (ConfigError, SerializationError):  # of another version of the kernel
                 continue

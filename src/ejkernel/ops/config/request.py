@@ -173,7 +173,7 @@ class Request:
         if best is None:
             return note
         try:
-            config = decode_config(best.config, best.config_type)
+            config = decode_config(best.config, best.config_type, self.inv.op_id_v)
         except (ConfigError, SerializationError) as error:  # of another version of the kernel
             return f"the estimated configuration cannot be read: {error}"
         misfit = self._misfit(config, "the estimated configuration") or self.kernel.why_not(self.inv, config)

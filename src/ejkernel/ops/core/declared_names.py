@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from ejkernel.ops.core.hooks import Computation, heuristic_config, run_forms
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, candidates_of
+from ejkernel.ops.core.kernel import Kernel, candidates_of, living_kernels
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.error_text import instance_text, value_text
@@ -112,11 +112,13 @@ def _kind(config: object) -> type:
     return float if isinstance(config, bool | int | float) else type(config)
 
 
-def _config_types() -> Iterator[type]:
-    """Yield the configuration types that the kernel classes of this process declare, the latest class first.
+def _config_types(op: str) -> Iterator[type]:
+    """Yield the configuration types that the kernel classes of this process declare, those of an operation first.
 
     Types declared only in annotations of hooks come last, because reading annotations takes longer.
     """
+    # Classes of one function share a name.
+    yield from (kernel.config_type for kernel in living_kernels().get(op, ()) if kernel.config_type is not None)
     # The latest first: a redefined class has the name of its predecessor.
     silent = []
     for cls in reversed(list(_subclasses(Kernel))):
@@ -162,8 +164,8 @@ def note_type(cls: type) -> None:
         _noted[qualified(_name_of(cls))] = cls
 
 
-def decode_config(data: object, name: str) -> Any:
-    """Return the configuration stored as `data` under the type name `name`.
+def decode_config(data: object, name: str, op: str = "") -> Any:
+    """Return the configuration of a versioned operation stored as `data` under the type name `name`.
 
     Raises:
         ConfigError: Files may not name this type here.
@@ -171,10 +173,10 @@ def decode_config(data: object, name: str) -> Any:
     """
     if name == PLAIN:
         return with_tuples(data)
-    return data if name == _WITH_LISTS else from_data(data, known_type(name))
+    return data if name == _WITH_LISTS else from_data(data, known_type(name, op))
 
 
-def read_config(data: object, name: str, declared: Any) -> Any:
+def read_config(data: object, name: str, declared: Any, op: str) -> Any:
     """Return the configuration stored as plain `data`: of the kernel's type, or else of the type with that name.
 
     Raises:
@@ -182,20 +184,21 @@ def read_config(data: object, name: str, declared: Any) -> Any:
         SerializationError: The data do not fit the type.
     """
     if declared is None:
-        return decode_config(data, name)
+        return decode_config(data, name, op)
     found = from_plain(data, declared)
     return with_tuples(found) if declared is dict and name == PLAIN else found  # the items of a `dict` have no types
 
 
-def why_not_decoded(config: object, declared: Any = None) -> str:
+def why_not_decoded(config: object, op: str, declared: Any = None) -> str:
     """Return why a stored configuration would not be decoded to an equal one; `""` if it would.
 
     Args:
         config: The configuration.
+        op: The versioned operation that it configures.
         declared: The kernel's configuration type; without one, the type of `config` is looked up by its name.
     """
     try:
-        found = read_config(to_data(config), type_name(config), declared)
+        found = read_config(to_data(config), type_name(config), declared, op)
     except (ConfigError, SerializationError) as error:
         return str(error)
     if not _is_like(found, config):
@@ -226,8 +229,10 @@ def _differences(config: Any, found: Any, path: str = "$") -> Iterator[str]:
             yield from _differences(own, read, child(path, index))
 
 
-def known_type(name: str) -> type:
+def known_type(name: str, op: str) -> type:
     """Return the dataclass, named tuple or enum with that name, if files may name it; modules are never searched.
+
+    If several have this name, it is that of the operation.
 
     Files may name a type if a kernel class of this process declares it as its configuration type, if it is marked with
     `nameable`, or if this process has stored a configuration of that type.
@@ -238,7 +243,7 @@ def known_type(name: str) -> type:
     wanted = qualified(name)
     found: Any = marked(wanted)
     if found is None:
-        found = next((cls for cls in _config_types() if qualified(_name_of(cls)) == wanted), None)
+        found = next((cls for cls in _config_types(op) if qualified(_name_of(cls)) == wanted), None)
     if found is None:
         found = _noted.get(wanted)
     if isinstance(found, type) and _has_name(found):

@@ -18,6 +18,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Consulted, Resolution, why_no_entry
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import kernel_of, overrides
+from ejkernel.ops.core.sharding.nodes import rule_of
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import UnstableKeyError
@@ -251,7 +252,7 @@ def _split_of(inv: Invocation[Cfg, Out]) -> tuple[tuple[str, ...], str]:
         several = jax.device_count() > 1
         return (), "no sharding_rule: each device computes the whole call" if several else ""
     # Rules of derived calls follow from the forward's.
-    rule = kernel.sharding_rule(inv.forward or inv)
+    rule = rule_of(kernel, inv.forward or inv)
     if rule is None or not rule.splittable:
         return (), "sharding_rule does not split this call: each device computes the whole call"
     return rule.splittable, ""

@@ -150,11 +150,16 @@ def stored_time(microseconds: object) -> str:
     return duration(microseconds / 1e6) if abs(microseconds) < sys.float_info.max else "-"
 
 
+def is_terminal(stream: object) -> bool:
+    """Return whether a standard stream is a terminal; it is `None` in a service, and users replace it by any object."""
+    return bool(getattr(stream, "isatty", bool)())
+
+
 def terminal_width() -> int | None:
     """Return the columns of the terminal; in a pipe those of the variable `COLUMNS`, or `None` without it."""
-    if sys.stdout.isatty():
+    if is_terminal(sys.stdout):
         return shutil.get_terminal_size().columns
-    is_piped = sys.__stdout__ is None or not sys.__stdout__.isatty()  # else it would give the terminal's columns
+    is_piped = not is_terminal(sys.__stdout__)  # else it would give the terminal's columns
     return shutil.get_terminal_size((0, 0)).columns or None if is_piped else None
 
 

@@ -61,6 +61,11 @@ def test_a_lookup_asks_the_store_nothing(cache, store):
     assert store.asked == []
 
 
+def test_a_url_may_have_bytes_that_are_no_text(tmp_path, store):
+    made = [SharedLayer(f"fake://team{byte}", tmp_path, connect=store) for byte in ("\udcfe", "\udcff")]
+    assert len({each.copy.folder for each in made}) == 2
+
+
 def test_fetched_entries_are_found_without_the_store(cache, layer, store):
     layer.refresh_if_due()
     store.asked.clear()

@@ -27,6 +27,7 @@ from ejkernel.ops import (
     recording,
     tune,
 )
+from ejkernel.ops.errors import KernelError
 from ejkernel.ops.execution.discovery import discover
 
 
@@ -278,6 +279,8 @@ def test_rule_that_does_not_fit_its_arrays_is_an_error_of_the_kernel():
         jax.jit(Product(rule=ShardingRule("m -> m", split="m")))(*placed((X, P("a")), (Y, P())))
     with pytest.raises(TypeError, match="product: sharding_rule must return a ShardingRule or None, got 'm'"):
         jax.jit(Product(rule="m"))(*placed((X, P("a")), (Y, P())))
+    with pytest.raises(KernelError, match="sharding_rule must return a ShardingRule or None, got 'm'"):
+        default_executor().explain(Product(rule="m"), X, Y)
     for result in ("m", "m n o"):
         rule = ShardingRule(f"m k, k n -> {result}", split="m")
         with pytest.raises(TypeError, match=f"names the axes of results '{result}', but their shapes are"):

@@ -60,6 +60,14 @@ def test_a_warning_of_a_file_points_at_the_line_that_reads_it(tmp_path):
     assert one(caught) == (__file__, line)
 
 
+def test_a_warning_of_code_without_a_file_needs_no_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.warns(UserWarning, match="of a text") as caught:
+        exec(compile("warn('of a text', UserWarning)", "<of a text>", "exec"), {"warn": warn})
+    assert one(caught) == ("<of a text>", 1)
+
+
 def test_a_warning_is_shown_once_a_line_as_pythons_are():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")

@@ -13,7 +13,7 @@ from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
 from ejkernel.ops.config.spaces.space import ConfigSpace
 
 from . import launch
-from .implementation import GROUPED_NAMES, QuantizedProduct, groups_reason, register_fault
+from .implementation import QuantizedProduct, groups_reason, register_fault
 from .plan import ActivatedPlan, MosaicGpuParams, activated_plan
 
 _VALUES = ("float8_e4m3fn", "float8_e5m2")
@@ -24,7 +24,8 @@ class MosaicGpuActivation(QuantizedProduct[QuantizedGroupedActivationCall]):
     """The activation of the product of groups on Hopper GPUs, in 8 bits or wide."""
 
     features = frozenset({"activation", "gate", "row_scale", "first_group"})
-    names = GROUPED_NAMES
+    # `quantized_matmul` runs its epilogues as those of one group.
+    names = ("lhs (x)", "rhs (w)", "transpose_rhs (transpose_w)")
 
     def dense(self, call: QuantizedGroupedActivationCall) -> QuantizedMatmulCall:
         """See `QuantizedProduct`."""
@@ -42,7 +43,7 @@ class MosaicGpuActivation(QuantizedProduct[QuantizedGroupedActivationCall]):
             return f"quantize is {call.values}; 'mosaic_gpu' returns {' or '.join(_VALUES)}; use 'xla'."
         dense = call.as_dense
         if not dense.scales_outside and dense.w_block != (BLOCK, BLOCK):
-            return f"scales of rhs are those of blocks {dense.w_block}; with an activation, use 128x128, or 'xla'."
+            return f"scales of rhs (w) are those of blocks {dense.w_block}; with an activation, use 128x128, or 'xla'."
         return None
 
     def few_rows(self, call: QuantizedGroupedActivationCall) -> bool:

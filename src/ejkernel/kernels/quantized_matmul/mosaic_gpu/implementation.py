@@ -39,7 +39,6 @@ _STAGES = {64: 8, 128: 6, 192: 4, 256: 4}  # by columns of a tile: the most, if 
 _IN_FLIGHT = {False: 160 * 1024, True: 200 * 1024}
 # Bytes of the matrices among these, without groups: with more, 8 to 32 rows took up to 4 % longer on one H200.
 _MATRIX_IN_FLIGHT = 144 * 1024
-GROUPED_NAMES = ("lhs", "rhs", "transpose_rhs")
 _MOST_GROUPS = 4096  # the tile scheduler of every thread walks over all groups
 _Call = TypeVar("_Call", bound=OperationCall)
 
@@ -194,7 +193,7 @@ class MosaicGpuGrouped(QuantizedProduct[QuantizedGroupedMatmulCall]):
     """The Hopper kernel for `quantized_grouped_matmul`: groups of rows, each multiplied with a separate matrix."""
 
     features = frozenset({"row_scale", "first_group"})
-    names = GROUPED_NAMES
+    names = ("lhs", "rhs", "transpose_rhs")
 
     def dense(self, call: QuantizedGroupedMatmulCall) -> QuantizedMatmulCall:
         """See `QuantizedProduct`."""

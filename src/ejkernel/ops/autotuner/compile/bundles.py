@@ -345,16 +345,17 @@ def device_and_versions() -> tuple[str, str, str]:
 def _bundled(call: _Call, folder: Path, why_left: str = "") -> BundledCall:
     """Return a call of a manifest; without its programs if `why_left` says why they are not used."""
     reference = None if call.reference is None else _program(call.reference, folder, why_left)[0]
+    op = str(call.description.get("op", ""))
     return BundledCall(
         description=call.description,
-        candidates=tuple(_compiled(row, folder, why_left) for row in call.candidates),
+        candidates=tuple(_compiled(row, op, folder, why_left) for row in call.candidates),
         reference=reference,
     )
 
 
-def _compiled(row: _Row, folder: Path, why_left: str) -> BundledCandidate:
+def _compiled(row: _Row, op: str, folder: Path, why_left: str) -> BundledCandidate:
     try:
-        config = decode_config(row.config, row.config_type)
+        config = decode_config(row.config, row.config_type, op)
     except SerializationError as error:
         raise ConfigError(f"the bundle {folder} has a configuration that does not fit its type: {error}") from error
     except ConfigError as error:

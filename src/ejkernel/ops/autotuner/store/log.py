@@ -125,7 +125,7 @@ class StoredSearch(Findings):
         for outcome in outcomes:
             data = outcome.config
             try:
-                config = read_config(data, self.config_type, cfg_type)
+                config = read_config(data, self.config_type, cfg_type, self.key.op)
                 found.append(dataclasses.replace(outcome, config=config))
             except ConfigError as error:
                 refused.append(error)

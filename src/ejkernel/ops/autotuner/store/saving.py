@@ -137,7 +137,7 @@ class Saver:
     def _why_not_read(self, found: AutotuneData) -> str:
         """Return why a saved configuration would not be the measured one when it is read; empty if it would."""
         is_stored = self.chain.persistent is not None and self.chain.persist_autotune
-        reason = why_not_decoded(found.config, self.kernel.config_type) if is_stored else ""
+        reason = why_not_decoded(found.config, self.kernel.op_id_v, self.kernel.config_type) if is_stored else ""
         return f"{compact(found.config)} cannot be read from a file: {reason}" if reason else ""
 
     def seeds(self, calls: Iterable[Invocation[Any, Any]]) -> list[Record]:

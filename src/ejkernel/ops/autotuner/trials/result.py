@@ -164,7 +164,7 @@ class AutotuningResult(Shown):
         Warns of a configuration that `loads` could not return as it is.
         """
         for entry in self.entries:
-            reason = why_not_decoded(entry.cfg)
+            reason = why_not_decoded(entry.cfg, entry.op_id_v)
             if reason:
                 warn(f"loads() will not return the configuration of {entry.op_id_v}: {reason}", CacheWarning)
         entries = [
@@ -192,9 +192,8 @@ class AutotuningResult(Shown):
             stored = from_plain(read_object(raw, _SCHEMA, "the text of an AutotuningResult"), _StoredResult)
         except SerializationError as error:
             raise SerializationError(f"text must be what AutotuningResult.dumps() returned: {error}") from error
-        return cls(
-            stored.device, tuple(Entry(e.op, e.call, decode_config(e.config, e.config_type)) for e in stored.entries)
-        )
+        found = (Entry(e.op, e.call, decode_config(e.config, e.config_type, e.op)) for e in stored.entries)
+        return cls(stored.device, tuple(found))
 
 
 def before_and_after(searches: Sequence[AutotuneData]) -> list[tuple[str, str]]:

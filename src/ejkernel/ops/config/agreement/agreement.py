@@ -220,7 +220,7 @@ def decoded(call: str, decision: Decision, inv: Invocation[Any, Any]) -> Any:
     """
     who, kernel = f"process {decision.process}", inv.kernel
     try:
-        config = read_config(decision.config, decision.config_type, config_type_of(inv, kernel))
+        config = read_config(decision.config, decision.config_type, config_type_of(inv, kernel), inv.op_id_v)
         if kernel is not None:
             check_config(kernel, config, "the configuration")
         found = digest_of_config(config)

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -186,7 +187,7 @@ class SharedLayer:
 
 def copy_folder(url: str, cache_dir: Path) -> Path:
     """Return the folder for the copy of a shared cache."""
-    return cache_dir / FOLDER / f"{slug(shown(url))}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+    return cache_dir / FOLDER / f"{slug(shown(url))}-{hashlib.sha256(os.fsencode(url)).hexdigest()[:8]}"
 
 
 def in_parallel(do: Callable[[str], _T], items: Iterable[str]) -> list[_T]:

@@ -46,14 +46,21 @@ def _of_forward(node: Forward, arrays: Sequence[HasType]) -> Factors | None:
     kernel = node.spec.kernel
     args, kwargs = node.spec.join([abstract(array) for array in arrays])
     device = platform_fingerprint(platform_to_trace_for(kernel, jax.default_backend()))
-    rule = kernel.sharding_rule(
-        Invocation(kernel=kernel, args=args, kwargs=kwargs, method=node.spec.method, device=device)
-    )
-    if rule is None:
-        return None
-    if not isinstance(rule, ShardingRule):
+    inv = Invocation(kernel=kernel, args=args, kwargs=kwargs, method=node.spec.method, device=device)
+    rule = rule_of(kernel, inv)
+    return None if rule is None else factors_of(rule, kernel.op_id, arrays, residuals=node.residuals)
+
+
+def rule_of(kernel: Any, inv: Invocation[Any, Any]) -> ShardingRule | None:
+    """Return the sharding rule of a forward call.
+
+    Raises:
+        KernelError: The kernel returned something else.
+    """
+    rule: ShardingRule | None = kernel.sharding_rule(inv)
+    if rule is not None and not isinstance(rule, ShardingRule):
         raise KernelError(f"{kernel.op_id}: sharding_rule must return a ShardingRule or None, got {rule!r}.")
-    return factors_of(rule, kernel.op_id, arrays, residuals=node.residuals)
+    return rule
 
 
 def _of_vmapped(node: Vmapped, arrays: Sequence[HasType], depth: int) -> Factors | None:

@@ -16,6 +16,7 @@ import jax
 
 import ejkernel
 from ejkernel.ops.utils.error_text import printable
+from ejkernel.ops.utils.formatting import is_terminal
 
 
 def warn(message: str | Warning, category: type[Warning] | None = None) -> None:
@@ -57,7 +58,9 @@ def _frame_of_user(frame: FrameType) -> FrameType:
 @functools.lru_cache(maxsize=4096)
 def _is_inside(file: str) -> bool:
     """Return whether a file belongs to ejkernel or JAX, or to a standard module that calls them."""
-    return file.startswith("<frozen") or os.path.realpath(file).startswith(_folders())
+    if file.startswith("<"):  # no file; a relative path would need the working directory, which may be gone
+        return file.startswith("<frozen")
+    return os.path.realpath(file).startswith(_folders())
 
 
 @functools.cache
@@ -69,5 +72,5 @@ def _folders() -> tuple[str, ...]:
 
 def say_on_terminal(text: str) -> None:
     """Print a line on standard error if that is a terminal."""
-    if sys.stderr is not None and sys.stderr.isatty():
+    if is_terminal(sys.stderr):
         sys.stderr.write(f"{printable(text)}\n")

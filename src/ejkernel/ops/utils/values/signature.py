@@ -220,7 +220,7 @@ def name_of(function: object) -> str:
     Raises:
         UnstableKeyError: The name does not exist, or refers to another object.
     """
-    if getattr(function, "__module__", "").partition(".")[0] in ("jax", "jaxlib", "numpy"):
+    if str(getattr(function, "__module__", "")).partition(".")[0] in ("jax", "jaxlib", "numpy"):
         public = _public_jax_names().get(id(function))
         if public is not None:
             return public
