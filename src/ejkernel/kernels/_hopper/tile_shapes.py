@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from .device import Registers
+from .device import MULTIPROCESSORS, Registers
 
 STEP = 64  # of the summed axis, per step of the mainloop: one swizzle wide, so that copies can start at any row
 WARPGROUPS = 2  # consumers
@@ -24,6 +24,19 @@ OVERHEAD = 2 * 1024  # bytes of shared memory for barriers and the alignment of 
 def padded(size: int, multiple: int) -> int:
     """Return a size rounded up."""
     return -(-size // multiple) * multiple
+
+
+def tile_width(columns: int, widths: Sequence[int], row_tiles: int) -> int:
+    """Return a good width of tiles: the widest that wastes few columns in the last tile, and keeps the GPU busy.
+
+    If a multiprocessor has at most one of `row_tiles` rows of tiles even in narrower ones, the narrowest is best, since
+    it takes the least time. On one H200, 512 rows and 4,096 columns with k = 4,096 take 42 us in 64 tiles of 256
+    columns, and 24 us in 128 of 128.
+    """
+    covered = {size: -(-columns // size) * size for size in widths}
+    width = max(size for size in widths if covered[size] <= 1.1 * min(covered.values()))
+    few = [size for size in widths if size <= width and row_tiles * covered[size] <= MULTIPROCESSORS * size]
+    return min(few, default=width)
 
 
 def with_zeros(array: jax.Array, shape: Sequence[int]) -> jax.Array:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from ejkernel.kernels import _hopper as hopper
+from ejkernel.kernels._hopper.tile_shapes import tile_width
 from ejkernel.kernels.grouped_matmul.common import PREACTIVATIONS, GroupedMatmulCall
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.implementation import Implementation
@@ -39,6 +40,10 @@ class _Grouped(Implementation[GroupedMatmulCall]):
         """Return the plan of a launch."""
         raise NotImplementedError
 
+    def row_tiles(self, call: GroupedMatmulCall) -> int:
+        """Return the number of tiles in a column of tiles of the result, if all groups have the same size."""
+        raise NotImplementedError
+
     def unsupported(self, call: GroupedMatmulCall) -> str | None:
         """Return why the kernel does not run the call, and an alternative; `None` if it does."""
         if not is_known(call.rows, call.groups, call.inner, call.columns):
@@ -59,10 +64,10 @@ class _Grouped(Implementation[GroupedMatmulCall]):
         return None
 
     def heuristic(self, call: GroupedMatmulCall) -> Any:
-        """Return good parameters: the widest tile that wastes few columns in the last one."""
-        waste = {size: -(-call.columns // size) * size for size in _widths(call)}
-        block_n = max(size for size, covered in waste.items() if covered <= 1.1 * min(waste.values()))
-        if block_n == 256 and waste[256] > self.most_waste * waste[192]:
+        """Return good parameters."""
+        block_n = tile_width(call.columns, _widths(call), self.row_tiles(call))
+        wide, narrow = (-(-call.columns // size) * size for size in (256, 192))
+        if block_n == 256 and wide > self.most_waste * narrow:
             block_n = 192
         pieces = self.plan(call, self.params(block_n=block_n)).pieces
         out_slots = next(slots for slots in (2, 3, 1) if pieces % slots == 0)
@@ -90,6 +95,10 @@ class _Product(_Grouped):
     def plan(self, call: GroupedMatmulCall, params: ProductParams) -> GroupedPlan:
         """See `_Grouped`."""
         return product_plan(call, params)
+
+    def row_tiles(self, call: GroupedMatmulCall) -> int:
+        """See `_Grouped`."""
+        return call.groups * -(-call.usual_rows // self.params().block_m)
 
     def space(self, call: GroupedMatmulCall) -> ConfigSpace[ProductParams]:
         """Return the search space."""
@@ -138,6 +147,10 @@ class MosaicGpuWgrad(_Grouped):
     def plan(self, call: GroupedMatmulCall, params: WgradParams) -> GroupedPlan:
         """See `_Grouped`."""
         return wgrad_plan(call, params)
+
+    def row_tiles(self, call: GroupedMatmulCall) -> int:
+        """See `_Grouped`."""
+        return call.groups * -(-call.inner // self.params().block_k)
 
     def heuristic(self, call: GroupedMatmulCall) -> WgradParams:
         """Return good parameters; with many tiles, the largest groups come first."""

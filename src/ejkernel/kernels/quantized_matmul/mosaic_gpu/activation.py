@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from ejkernel.kernels import _hopper as hopper
+from ejkernel.kernels._hopper.tile_shapes import tile_width
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
 from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedActivationCall
 from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
@@ -65,9 +66,9 @@ class MosaicGpuActivation(QuantizedProduct[QuantizedGroupedActivationCall]):
         return register_fault(plan)
 
     def tile_heuristic(self, call: QuantizedGroupedActivationCall) -> MosaicGpuParams:
-        """Return good parameters: the widest tile that wastes few columns in the last one, with the most stages."""
-        waste = {size: -(-call.columns // size) * size for size in self._widths(call)}
-        block_n = max(size for size, covered in waste.items() if covered <= 1.1 * min(waste.values()))
+        """Return good parameters, with the most stages that fit."""
+        row_tiles = call.groups * -(-call.usual_rows // MosaicGpuParams().block_m)
+        block_n = tile_width(call.columns, self._widths(call), row_tiles)
         deepest = [
             MosaicGpuParams(block_n=block_n, stages=stages, out_slots=1) for stages in range(_MOST_STAGES, 1, -1)
         ]

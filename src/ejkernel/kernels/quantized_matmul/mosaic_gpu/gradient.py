@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels import _hopper as hopper
+from ejkernel.kernels._hopper.tile_shapes import tile_width
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.kernels.grouped_matmul.common import Groups, clipped_sizes, row_spans, taken_apart
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.launch import table_of
@@ -65,9 +66,8 @@ class MosaicGpuGroupedWgrad(Implementation[QuantizedGroupedWgradCall]):
         return None
 
     def heuristic(self, call: QuantizedGroupedWgradCall) -> WgradParams:
-        """Return good parameters: the widest tile that wastes few columns in the last one."""
-        waste = {size: -(-call.columns // size) * size for size in _WIDTHS}
-        block_n = max(size for size, covered in waste.items() if covered <= 1.1 * min(waste.values()))
+        """Return good parameters, with the most stages that fit."""
+        block_n = tile_width(call.columns, _WIDTHS, call.groups * -(-call.inner // WgradParams().block_k))
         plan = quantized_wgrad_plan(call, WgradParams(block_n=block_n))
         out_slots = next(slots for slots in (2, 3, 1) if plan.pieces % slots == 0)
         deepest = [

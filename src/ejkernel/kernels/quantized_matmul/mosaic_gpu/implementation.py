@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import jax
 
 from ejkernel.kernels import _hopper as hopper
-from ejkernel.kernels._hopper.tile_shapes import REGISTERS
+from ejkernel.kernels._hopper.tile_shapes import REGISTERS, tile_width
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
 from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMatmulCall
 from ejkernel.ops.config.spaces.space import ConfigSpace
@@ -135,12 +135,12 @@ class QuantizedProduct(Implementation[_Call], Generic[_Call]):
         return few if self.is_wide(call) else [*few, *self.tile_space(call)] if few else self.tile_space(call)
 
     def tile_heuristic(self, call: _Call) -> MosaicGpuParams:
-        """Return good parameters: the widest tile that wastes few columns in the last one."""
-        dense = self.dense(call)
+        """Return good parameters for tiles of 128 rows, with the most stages that fit."""
+        dense, groups = self.dense(call), getattr(call, "groups", 1)
         # Two parts with blocks' scales spill registers.
         widths = _WIDTHS if dense.scales_outside else _WIDTHS[:-1]
-        waste = {size: -(-dense.columns // size) * size for size in widths}
-        block_n = max(size for size, covered in waste.items() if covered <= 1.1 * min(waste.values()))
+        row_tiles = groups * -(-getattr(call, "usual_rows", dense.rows) // MosaicGpuParams().block_m)
+        block_n = tile_width(dense.columns, widths, row_tiles)
         pieces = self.plan(call, MosaicGpuParams(block_n=block_n)).pieces
         out_slots = next(slots for slots in (2, 3, 1) if pieces % slots == 0)
         deepest = [
