@@ -129,7 +129,9 @@ def _forms(
     words += ["partial" if is_partial else "", f"block {plan.block}", "float32" if dims.size == 4 else ""]
     words += ["capped" if rules.soft_cap is not None else "", "ids" if segmented else ""]
     tile = f"tile {plan.rows}/{plan.chunk}, unroll {unroll}"
-    loop = [*words, "loop", tile, f"edges {edges}" if edges == 2 or (edges and not scores.edges) else ""]
+    # the compiler overlaps unrolled chunks differently on a v5p
+    chip = dims.chip if name == "forward" and unroll > 1 else words[0]
+    loop = [chip, *words[1:], "loop", tile, f"edges {edges}" if edges == 2 or (edges and not scores.edges) else ""]
     if scores.edges:
         words += [f"strip {plan.strip}", f"sees {sight.before}/{sight.after}", f"offset {sight.offset % plan.chunk}"]
         words += [f"tile {plan.rows * plan.chunk}" if edges == 2 else "", "streamed" if plan.parts > 1 else ""]
