@@ -170,8 +170,8 @@ class Likeness:
         for view, common, unit in views_of(name):
             rows = [(other, row) for other, row in code.get(common, ()) if is_other(other, view)]
             rows = [(other, row) for other, row in rows if all(map(operator.ge, _dims(other), dims))]
-            if rows:
-                several = min(len({other.partition(";")[0] for other, _ in rows}), _SEVERAL)
+            several = min(len({other.partition(";")[0] for other, _ in rows}), _SEVERAL)
+            if several > (unit > 1):  # one piece of code does not tell how registers grow with the tile
                 columns = zip(*(row for _, row in rows), strict=True)
                 found[f"{view} of {several}"] = tuple(unit * max(column) for column in columns)
         return found

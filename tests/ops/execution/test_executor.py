@@ -427,9 +427,7 @@ def test_a_saved_configuration_that_does_not_run_is_explained(tmp_path):
     saved.put(ops.Invocation(kernel=kernel, args=(X,)).key, 3)
     why = Executor(ConfigSelectorChain(ConfigCache(), saved)).explain(kernel, X)
     assert (why.source, why.config) == ("heuristic", 1)
-    assert "persistent the saved configuration 3 does not run: TypeError: cannot reshape" in " ".join(
-        str(why).split()
-    )
+    assert "persistent the saved configuration 3 does not run: TypeError: cannot reshape" in " ".join(str(why).split())
 
 
 @pytest.mark.parametrize("policy", [{"heuristic": False}, {"note_misses": True}, {"autotune": True}])
