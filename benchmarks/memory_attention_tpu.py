@@ -4,7 +4,8 @@
 Each call is drawn by a seed, for `pallas_tpu` or `splash`: its length, head dimensions, mask and grouped heads as often
 as models have them, with one to eight examples and the heuristic's parameters. Seeds from 100 have other parameters of
 the space. Seeds from 200 also draw soft caps, float32, odd lengths and other head dimensions, and arrays of at least
-160 MiB. Google's compiler reports the bytes of vector memory that each kernel uses. Nothing runs on a TPU.
+160 MiB. Seed 0 has the calls of seed 100 with code that the table of compiled code lacks; `memory_tpu_fit --add` adds
+their results to it. Google's compiler reports the bytes of vector memory that each kernel uses. Nothing runs on a TPU.
 
 XLA keeps the arrays of a short call in vector memory itself, so that a kernel has no windows for them; `kept` has their
 bytes. The ratio is our upper estimate over the compiler's figure.
@@ -17,6 +18,7 @@ import functools
 import math
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,11 +51,16 @@ _WINDOWS: dict[str, dict[str, int]] = {
     "window 4096": {"left": 4095, "right": 0},
 }
 _OF_SPACE, _ANY = 100, 200  # seeds from here have parameters of the space, and any sizes
+_SMALL_MARGIN = 1.06
+_CALLS = 3000  # of which those with code that the table lacks are chosen
+_VALUES = 1 << 20
 _LEAST = 160 << 20  # bytes of an array; a chip has 128 MiB of vector memory at most
 
 
 def drawn(seed: int, index: int) -> dict[str, Any]:
     """Return a call, its parameters and our estimates."""
+    if not seed:
+        return missing()[index]
     dice = random.Random(f"calls {seed} {index}")
     shares = _MORE if seed >= _ANY else _SHARES
     case = {name: dice.choices(list(values), list(values.values()))[0] for name, values in shares.items()}
@@ -79,6 +86,36 @@ def estimated(case: dict[str, Any]) -> dict[str, Any]:
     needs = [parts.need(WEIGHTS if case["implementation"] == "splash" else OWN) for parts in found]
     sizes = {name: [getattr(need, field) for need in needs] for name, field in _FIELDS.items()}
     return sizes | {"in table": all(parts.registers is not None for parts in found)}
+
+
+@functools.cache
+def missing() -> list[dict[str, Any]]:
+    """Return drawn calls with code that the table lacks, each code once: frequent code of small kernels first."""
+    calls = [(case, lacking(case)) for case in (drawn(_OF_SPACE, index) for index in range(_CALLS))]
+    counts = Counter(code for _, lacks in calls for code in lacks)
+    calls = [(case, lacks) for case, lacks in calls if lacks]
+    calls.sort(key=lambda pair: -sum(counts[code] for code in pair[1]) / _work(pair[0]))
+    chosen, found = set[str](), list[dict[str, Any]]()
+    for case, lacks in calls:
+        if not lacks <= chosen:
+            found.append(case)
+            chosen |= lacks
+    return found
+
+
+def _work(case: Mapping[str, Any]) -> float:
+    """Return roughly how long the compiler takes for a call: it grows with the largest values of the kernels."""
+    values: int = sum(max(parts.sizes.values()) for parts in parts_of(case))
+    return 1 + values / _VALUES
+
+
+def lacking(case: Mapping[str, Any]) -> set[str]:
+    """Return the code of a call that is not in the table, and less like code of it than a small margin covers."""
+    from ejkernel.kernels._vector_memory import alike
+
+    kernels = [parts for parts in parts_of(case) if parts.registers is None]
+    found = {name: alike(name) for parts in kernels for name in (parts.form, parts.loop) if name}
+    return {name for name, like in found.items() if like is None or like.margin > _SMALL_MARGIN}
 
 
 _FIELDS = {"estimated": "most", "least": "least"}

@@ -5,7 +5,8 @@ Each call is drawn by a seed, with sizes as models have them: a product of `mega
 normalisation of `pallas`, forward or backward, or a step of `tpu_ragged`. It has the heuristic's parameters, or others
 of the space for seeds from 100. Seed 0 lists the kernels of the tables instead: all tiles of `megablox`, then
 `tpu_ragged` for common numbers of heads and blocks, small ones first. These are compiled alone, without the program
-around them. Google's compiler reports the bytes of vector memory that a kernel uses. Nothing runs on a TPU.
+around them. Seed 1 lists the normalisations of the table. `memory_tpu_fit --add` adds the results to the tables.
+Google's compiler reports the bytes of vector memory that a kernel uses. Nothing runs on a TPU.
 
 XLA keeps short arrays of normalisations in vector memory itself; `kept` has the bytes of the windows that the kernel
 then does not have. The ratio is our upper estimate over the compiler's figure and these.
@@ -40,16 +41,32 @@ _RESTS = {128: (64,), 256: (64, 128), 512: (64, 128, 256, 384), 1024: (64, *rang
 _FEW_RESTS = {128: (64,), 256: (128,), 512: (128, 256, 384), 1024: (128, 384, 512, 768)}
 _WITH_RESTS = {("v5e", "bfloat16"): _RESTS, ("v6e", "bfloat16"): _RESTS, ("tpu7x", "bfloat16"): _FEW_RESTS}
 _ROWS = 1 << 19  # so many that XLA keeps no array of a listed product in vector memory
+# Dtype, rows, and rows of a block: several strips of 16 or 8 rows, a single one, or a part of one.
+_PARTS = (("bfloat16", 8, 16),)
+_BLOCKS_OF_NORMS = (
+    ("bfloat16", 1 << 16, 32),
+    ("float32", 1 << 16, 32),
+    *_PARTS,
+    ("float32", 1 << 16, 8),
+    ("float32", 8, 8),
+    ("bfloat16", 16, 16),
+)
 _QUERIES = (8, 16, 32, 64, 128)
 _DIMS = (4096, 2048, 5120, 8192, 1024, 3072, 7168, 6144, 2880, 3584, 1536, 768)
+# Columns of the listed normalisations. From 4,096 on they stand for all with the same rest of a chunk, but for parts.
+_LISTED_DIMS = (4096, 2048, 3072, 5120, 1024, 2880, 3584, 1536, 768, 6144, 7168, 8192, 2560, 4608, 5632, 2304, 512)
+_LONG = 6144
 _NO_TILES = (("v4", "float32"), ("tpu7x", "float32"))
 _OF_SPACE = 100  # seeds from here have parameters of the space
 
 
 def drawn(seed: int, index: int) -> dict[str, Any]:
     """Return a call, its parameters and our estimates."""
+    if seed in _LISTS:
+        listed: dict[str, Any] = _LISTS[seed]()[index]
+        return listed | estimated(listed)
     dice = random.Random(f"others {seed} {index}")
-    while seed:
+    while True:
         kind = dice.choice(_KINDS)
         sizes = (_product if "megablox" in kind else _norm if "norm" in kind else _paged)(dice)
         case: dict[str, Any] = {"chip": dice.choice(tuple(TARGETS)), "kind": kind, "sizes": sizes}
@@ -57,8 +74,6 @@ def drawn(seed: int, index: int) -> dict[str, Any]:
         implementation, call = described(case)
         if implementation.unsupported(call) is None:
             break
-    else:
-        return _listed()[index] | estimated(_listed()[index])
     params = implementation.heuristic(call)
     if seed >= _OF_SPACE:
         params = dice.choice([one for one in implementation.space(call) if implementation.doubt(call, one) is None])
@@ -85,6 +100,30 @@ def _listed() -> list[dict[str, Any]]:
     products = [_with_tile(*pair, tile) for pair in pairs for tile in _tiles(*pair)]
     ragged = [_alone(chip, *place) for chip in TARGETS for dtype in _HEADS for place in _blocks_of(dtype)]
     return [*products, *sorted(ragged, key=lambda case: case["work"])]
+
+
+@functools.cache
+def _listed_norms() -> list[dict[str, Any]]:
+    """Return normalisations for each number in the table."""
+    flags = (False, True)
+    blocks = itertools.product(_LISTED_DIMS, _BLOCKS_OF_NORMS)
+    places = [(dim, *block) for dim, block in blocks if dim < _LONG or block in _PARTS]
+    return [
+        _norm_of(place, chip, kind, residual=residual, backward=backward)
+        for place in places
+        for residual, kind, backward, chip in itertools.product(flags, ("rms_norm", "layer_norm"), flags, TARGETS)
+    ]
+
+
+def _norm_of(
+    place: tuple[int, str, int, int], chip: str, kind: str, *, residual: bool, backward: bool
+) -> dict[str, Any]:
+    dim, dtype, rows, block = place
+    sizes = {"rows": rows, "dim": dim, "residual": residual, "dtype": dtype, "eps": 1e-6}
+    return {"chip": chip, "kind": kind, "sizes": sizes, "backward": backward, "params": {"block_rows": block}}
+
+
+_LISTS = {0: _listed, 1: _listed_norms}  # by seed
 
 
 def _tiles(chip: str, dtype: str) -> Iterator[tuple[str, int, int, int, int]]:
@@ -186,6 +225,9 @@ def add_registers(tables: dict[str, Any], case: dict[str, Any]) -> None:
     from ejkernel.kernels.paged_attention import _ragged_memory
 
     (implementation, call), params = described(case), _params_of(case)
+    if "norm" in case["kind"]:
+        _add_norm(tables, case)
+        return
     if case["kind"] == "tpu_ragged":
         known, (queries, keys) = parts_of(case).known, _ragged_memory.block_of(call, params)
         row = tables["registers"].setdefault(_ragged_memory.form_of_heads(call), {}).setdefault(str(queries), {})
@@ -196,6 +238,17 @@ def add_registers(tables: dict[str, Any], case: dict[str, Any]) -> None:
         row = tables["tiles"].setdefault(form, {}).setdefault(name, [None] * len(_TILES))
         place = _TILES.index(tile.columns)
     row[place] = -(-(case["used"][0] - known) // REGISTER)
+
+
+def _add_norm(tables: dict[str, Any], case: dict[str, Any]) -> None:
+    """Add the registers of a normalisation, or leave those of one with the same place that has more."""
+    from ejkernel.kernels._row_norms import pallas
+    from ejkernel.kernels._vector_memory import REGISTER
+
+    form, columns, place = pallas.place_in_table(described(case)[1], _params_of(case))
+    row = tables.setdefault("norms", {}).setdefault(form, {}).setdefault(columns, [None] * 3)
+    registers = -(-(case["used"][0] + case.get("kept", [0])[0] - parts_of(case).known) // REGISTER)
+    row[place] = max(registers, row[place] or 0)
 
 
 def kernels_of_table() -> Iterator[tuple[Any, int]]:

@@ -2,8 +2,9 @@
 """`python -m benchmarks.memory_tpu_fit`: write the tables and weights of vector memory on TPUs from committed figures.
 
 Kernels of one form take the same vector memory for intermediate values. The table has these bytes for each form of the
-listed attention calls, the highest if several kernels of a form were compiled. `--add` adds the registers that kernels
-of `megablox` and `tpu_ragged` spill, from results of `benchmarks.memory_others_tpu` with seed 0.
+attention calls, the highest if several kernels of a form were compiled, and the margins of code that is like other code
+of it. `--add` adds new results: calls of `benchmarks.memory_attention_tpu` to the committed figures, and the registers
+of listed kernels of `benchmarks.memory_others_tpu` (seeds 0 and 1) to the tables.
 
 For other kernels of each kind, a linear program finds weights of some sizes. They minimise the sum of the estimates,
 each over the compiler's figure, and give no estimate below it. The weights are then found again without a tenth of the
@@ -25,7 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import attention_tpu, heuristics_tpu, memory_attention_tpu, memory_others_tpu
+from benchmarks import heuristics_tpu, memory_attention_tpu, memory_others_tpu
+from ejkernel.kernels import _alike
 from ejkernel.kernels._vector_memory import REGISTER, Parts
 
 Weights = dict[str, dict[str, float]]
@@ -41,9 +43,13 @@ _WEIGHTS = {
 _MARGINS = (0.08, 0.6)
 _OF_NORMS, _OF_FLOAT32 = 0.3, 0.25  # the least margins of row norms, and of attention in float32
 _MOST = 8  # sizes of a kind with a weight
+_ESTIMATES = ("estimated", "least", "in table")  # of a result; they change with the fit
 _PRICE = 1e3
 _FEW = 40  # kernels of a kind; for fewer, the margin covers all that are left out
-_COVERED = 0.99  # the share of the kernels left out that a margin covers
+_COVERED = 0.995  # the share of the kernels left out that a margin covers
+# Of the margins of code alike: the share of kernels that they need not cover, a spare, one for few kernels, and limits.
+_NOT_COVERED, _SPARE, _SPARE_OF_FEW, _LEAST_MARGIN, _MOST_MARGIN = 0.01, 0.025, 0.35, 1.06, 1.2
+_FEW_OF_VIEW = 8  # kernels; a view with fewer is not used
 _WHAT = "registers of intermediate values in kernels compiled by Google's compiler; nothing ran on a TPU"
 _HEAD = '''# SPDX-License-Identifier: Apache-2.0
 """The weights of intermediate values in the estimate of vector memory, by kind of kernel.
@@ -251,6 +257,59 @@ def code_of_forms() -> dict[str, list[int]]:
     return {form: found[form] for form in sorted(found) if form}
 
 
+def margins_of_views(code: Mapping[str, Sequence[int]]) -> dict[str, dict[str, float]]:
+    """Return the margin of each view of code that is not in the table, by kind.
+
+    With it, the estimates of kernels in the table by other code with the same view are not below their figures. Views
+    with the least estimates come first.
+    """
+    found: dict[str, dict[str, list[float]]] = {}
+    likeness, seen = _alike.Likeness(code, {}), set[tuple[Any, ...]]()
+    for parts, one, _ in _of_attention():
+        names = [name for name in (parts.form, parts.loop) if name]
+        if not names or not all(name in code for name in names) or (*names, parts.known) in seen:
+            continue
+        seen.add((*names, parts.known))
+        for name in (name for name in names if _is_exact(name, one)):
+            for view, ratio in _ratios_of_views(likeness, parts, name, code):
+                found.setdefault(_alike.kind_of(name), {}).setdefault(view, []).append(ratio)
+    return {kind: dict(_margins_of_kind(views)) for kind, views in sorted(found.items())}
+
+
+def _is_exact(name: str, one: Mapping[str, Any]) -> bool:
+    """Return whether the registers of code are known apart from those of loops in other branches."""
+    return "spilled" in one or ", loop" in name or not any(word in name.split(", ") for word in ("ids", "streamed"))
+
+
+def _ratios_of_views(
+    likeness: Any, parts: Parts, name: str, code: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[str, float]]:
+    """Yield each view of code with the estimate of a kernel's memory by other code in its place, over the figure."""
+    start = name.partition(";")[0]
+
+    def is_other(other: str, view: str) -> bool:
+        return other != name if view == "details" else other.partition(";")[0] != start
+
+    def memory(given: Mapping[str, Sequence[float]]) -> float:
+        straight, around = given[parts.form]
+        loop = given[parts.loop][0] if parts.loop else 0
+        return parts.known + REGISTER * max(straight, around + loop)
+
+    for view, registers in likeness.found(name, is_other).items():
+        yield view, memory({**code, name: registers}) / memory(code)
+
+
+def _margins_of_kind(views: Mapping[str, list[float]]) -> Iterator[tuple[str, float]]:
+    """Yield the views of a kind of code with their margins, those with the least estimates first."""
+    found = []
+    for view, ratios in views.items():
+        if len(ratios) >= _FEW_OF_VIEW:
+            spare = _SPARE + _SPARE_OF_FEW / len(ratios)
+            margin = max(1 / float(np.quantile(ratios, _NOT_COVERED)) + spare, _LEAST_MARGIN)
+            found.append((statistics.fmean(ratios) * margin, view, round(margin, 3)))
+    yield from ((view, margin) for _, view, margin in sorted(found) if margin <= _MOST_MARGIN)
+
+
 def registers_of(parts: Parts, one: Mapping[str, Any], index: int) -> int:
     """Return the registers of a kernel that are in memory by its figure."""
     kept = one.get("kept", [0] * (index + 1))[index]
@@ -296,19 +355,34 @@ def written_weights(table: Weights) -> str:
     return "\n".join([f"{_HEAD}{{", *lines, "}", ""])
 
 
-def add_registers(files: Iterable[Path]) -> None:
-    """Add the registers of listed kernels to the tables."""
-    tables = json.loads(_TABLE.read_text())
-    for result in (one for file in files for one in json.loads(file.read_text())["results"] if "used" in one):
-        memory_others_tpu.add_registers(tables, result)
-    write_tables(tables | {"versions": attention_tpu.versions() | {"device": "compiled"}})
+def add_results(files: Iterable[Path]) -> None:
+    """Add calls of attention to the figures, and the registers of other kernels to the tables."""
+    tables, calls = json.loads(_TABLE.read_text()), []
+    for data in (json.loads(file.read_text()) for file in files):
+        tables["versions"] = data["versions"]
+        for result in (one for one in data["results"] if "used" in one):
+            if "implementation" in result:
+                calls.append({name: value for name, value in result.items() if name not in _ESTIMATES})
+            else:
+                memory_others_tpu.add_registers(tables, result)
+    if calls:
+        _add_calls(calls, tables["versions"])
+    write_tables(tables)
+
+
+def _add_calls(calls: Sequence[dict[str, Any]], versions: dict[str, str]) -> None:
+    path = _RESULTS / "memory_attention_tpu_fitted.json"
+    data = json.loads(path.read_text())
+    lines = dict.fromkeys(map(json.dumps, [*data.pop("results"), *calls]))
+    text = json.dumps(data | {"versions": versions}, indent=2)[:-2]
+    path.write_text(f'{text},\n  "results": [\n' + ",\n".join(f"    {line}" for line in lines) + "\n  ]\n}\n")
 
 
 def write_tables(tables: dict[str, Any]) -> None:
     """Write the tables of compiled kernels, one form a line."""
     text = json.dumps({"what": _WHAT, "versions": tables["versions"]}, indent=1)[:-2]
-    for name in ("code", "registers", "tiles"):
-        rows = (f"  {json.dumps(form)}: {json.dumps(row)}" for form, row in sorted(tables[name].items()))
+    for name in ("margins", "code", "registers", "tiles", "norms"):
+        rows = (f"  {json.dumps(form)}: {json.dumps(row)}" for form, row in sorted(tables.get(name, {}).items()))
         text += f',\n "{name}": {{\n' + ",\n".join(rows) + "\n }"
     _TABLE.write_text(f"{text}\n}}\n")
 
@@ -319,8 +393,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--add", type=Path, nargs="*", default=(), help="results with registers for the tables")
     given = parser.parse_args(arguments)
     if given.add:
-        add_registers(given.add)
-    write_tables(json.loads(_TABLE.read_text()) | {"code": code_of_forms()})
+        add_results(given.add)
+    code = code_of_forms()
+    write_tables(json.loads(_TABLE.read_text()) | {"code": code, "margins": margins_of_views(code)})
     heads = ("least", "within 1.1", "within 1.2", "median", "largest", "below 1")
     columns = ("kernels", "compiled", *heads, *(f"left out: {head}" for head in heads))
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Var, jaxprs_in_params
+import numpy as np
+from jax.extend.core import Var, jaxpr_as_fun, jaxprs_in_params
 
 from ejkernel import compat
 from ejkernel.ops.autotuner.compile.targets import Target
@@ -103,6 +104,10 @@ def _kept(name: str, types: list[str], mappings: Mapping[str, Any]) -> int:
 def _moves(mapping: Any, grid: tuple[Any, ...]) -> bool:
     """Return whether a window is of another block in another step; if it is not, the compiler has one buffer for it."""
     jaxpr = mapping.index_map_jaxpr.jaxpr
+    if len(jaxpr.invars) == len(grid) and all(isinstance(size, int) for size in grid):
+        places = np.indices(grid, np.int32).reshape(len(grid), -1)
+        found = jax.vmap(jaxpr_as_fun(mapping.index_map_jaxpr))(*places)
+        return any(bool((axis != axis[0]).any()) for axis in map(np.asarray, found))
     variable = {var for var, size in zip(jaxpr.invars, grid, strict=False) if size != 1} | {*jaxpr.invars[len(grid) :]}
     for equation in jaxpr.eqns:
         if any(isinstance(var, Var) and var in variable for var in equation.invars):

@@ -14,7 +14,14 @@ from benchmarks import memory_attention_tpu, memory_others_tpu, memory_tpu_fit, 
 from benchmarks.drawn_tpu import ratios
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._vector_memory import REGISTER, compiled, spilled_registers, spilled_registers_of_tiles
+from ejkernel.kernels import _vector_memory
+from ejkernel.kernels._vector_memory import (
+    REGISTER,
+    compiled,
+    spilled_registers,
+    spilled_registers_of_norms,
+    spilled_registers_of_tiles,
+)
 
 DRAWN = {
     "memory_attention_tpu": memory_attention_tpu,
@@ -64,6 +71,16 @@ def test_only_windows_that_move_have_two_buffers():
         assert [tpu_windows._moves(one, mapping.grid) for one in mapping.block_mappings] == moves
 
 
+def test_a_window_of_the_same_block_in_each_step_does_not_move():
+    spec = pl.BlockSpec((8, 128), lambda head, block: (head // 4, 0))
+    like = jax.ShapeDtypeStruct((64, 128), "float32")
+    for heads, moves in ((4, False), (8, True)):
+        run = pl.pallas_call(lambda *refs: None, grid=(heads, 3), out_shape=like, in_specs=[spec], out_specs=spec)
+        (kernel,) = tpu_windows._kernels(jax.jit(run).trace(like).jaxpr.jaxpr)
+        mapping = kernel.params["grid_mapping"]
+        assert [tpu_windows._moves(one, mapping.grid) for one in mapping.block_mappings] == [moves, moves]
+
+
 def committed_weights(name):
     module = memory_tpu_fit._WEIGHTS[name].removesuffix(".py").replace("/", ".")
     return importlib.import_module(f"ejkernel.{module}").WEIGHTS
@@ -108,6 +125,47 @@ def test_the_table_of_code_is_that_of_the_committed_figures():
     assert memory_tpu_fit.code_of_forms() == compiled()
 
 
+def test_the_margins_of_code_alike_are_those_of_the_committed_figures():
+    assert memory_tpu_fit.margins_of_views(compiled()) == _vector_memory._tables()["margins"]
+
+
+def test_a_margin_covers_the_kernels_that_exceed_other_code_and_views_with_few_kernels_have_none():
+    views = {"close": [1.0] * 50, "far": [1.0] * 99 + [0.9] * 2, "farther": [1.0] * 9 + [0.5], "few": [1.0] * 7}
+    assert list(memory_tpu_fit._margins_of_kind(views)) == [("close", 1.06), ("far", pytest.approx(1.14, abs=0.001))]
+
+
+def test_the_chosen_calls_have_all_code_that_the_table_lacks_each_once_and_small_kernels_first(monkeypatch):
+    lacks = [{"a"}, set(), {"b", "c"}, {"a", "c"}, {"a"}, {"d"}]
+    work = [1, 1, 1, 9, 2, 1]
+    monkeypatch.setattr(memory_attention_tpu, "_CALLS", len(lacks))
+    monkeypatch.setattr(memory_attention_tpu, "lacking", lambda case: lacks[case["index"]])
+    monkeypatch.setattr(memory_attention_tpu, "_work", lambda case: work[case["index"]])
+    monkeypatch.setattr(memory_attention_tpu, "drawn", lambda seed, index: {"index": index})
+    chosen = memory_attention_tpu.missing.__wrapped__()
+    assert [case["index"] for case in chosen] == [0, 2, 5]
+
+
+def test_code_of_the_table_is_not_lacking():
+    first = drawn_file("memory_attention_tpu")["results"][0]
+    assert memory_attention_tpu.lacking(first) == set()
+    rare = first | {"dims": [200, 8], "soft_cap": 1.0, "mask": "two sides", "dtype": "float32"}
+    assert memory_attention_tpu.lacking(rare)
+
+
+def test_results_of_attention_are_added_to_the_figures_without_the_estimates_and_once(tmp_path, monkeypatch):
+    call = {"implementation": "splash", "used": [1]}
+    old = {"what": "w", "versions": {"jax": "1"}, "results": [call]}
+    (tmp_path / "memory_attention_tpu_fitted.json").write_text(json.dumps(old))
+    (tmp_path / "tables.json").write_text(json.dumps({"versions": {}, "code": {}}))
+    given = [call, call | {"used": [2], "estimated": [3], "least": [1], "in table": True}, {"error": "refused"}]
+    (tmp_path / "new.json").write_text(json.dumps({"versions": {"jax": "2"}, "results": given}))
+    monkeypatch.setattr(memory_tpu_fit, "_RESULTS", tmp_path)
+    monkeypatch.setattr(memory_tpu_fit, "_TABLE", tmp_path / "tables.json")
+    memory_tpu_fit.add_results([tmp_path / "new.json"])
+    found = json.loads((tmp_path / "memory_attention_tpu_fitted.json").read_text())
+    assert found == {"what": "w", "versions": {"jax": "2"}, "results": [call, call | {"used": [2]}]}
+
+
 def test_known_bytes_and_registers_of_loops_are_the_compilers_figures():
     exact = kernels = 0
     for parts, one, index in memory_tpu_fit._of_attention():
@@ -115,7 +173,7 @@ def test_known_bytes_and_registers_of_loops_are_the_compilers_figures():
             straight, around, loop = one["spilled"][index]
             figure = one["used"][index] + one.get("kept", [0] * len(one["used"]))[index]
             estimate = parts.known + REGISTER * max(straight, around + loop)
-            assert figure <= estimate <= 1.05 * figure, one
+            assert figure <= estimate <= 1.1 * figure, one  # a kernel of one step has one buffer of each window
             exact, kernels = exact + (estimate == figure), kernels + 1
     assert exact >= 0.7 * kernels > 100
 
@@ -181,3 +239,25 @@ def test_registers_of_a_listed_kernel_are_those_of_the_table():
     ((form, row),) = tables["registers"].items()
     assert row == {"32": {"512": 996}}
     assert spilled_registers()[form]["32"]["512"] == 996
+
+
+def test_the_table_of_norms_has_listed_ones():
+    places = {}
+    for case in memory_others_tpu._listed_norms():
+        memory_others_tpu.add_registers({"norms": places}, case | {"used": [1 << 24]})
+    table = spilled_registers_of_norms()
+    assert table.keys() <= places.keys()
+    assert {(form, dim) for form, rows in table.items() for dim in rows} <= {
+        (form, dim) for form, rows in places.items() for dim in rows
+    }
+
+
+def test_the_table_has_the_most_registers_of_normalisations_with_one_place():
+    sizes = {"rows": 8, "dim": 6144, "residual": False, "dtype": "bfloat16", "eps": 1e-6}
+    case = {"chip": "v6e", "kind": "rms_norm", "sizes": sizes, "backward": True, "params": {"block_rows": 16}}
+    tables = {}
+    for registers in (41, 40):
+        used = memory_others_tpu.parts_of(case).known + REGISTER * registers
+        memory_others_tpu.add_registers(tables, case | {"used": [used - 4096], "kept": [4096]})
+    form = "tpu:tpu_v6_lite, rms norm, bfloat16, backward, 16 rows"
+    assert tables == {"norms": {form: {"6144": [None, None, 41]}}}

@@ -12,6 +12,7 @@ import pytest
 from benchmarks import heuristics_tpu
 
 from ejkernel.kernels import _vector_memory
+from ejkernel.kernels._alike import Alike
 from ejkernel.kernels._vector_memory import Need, Parts, limit_of, memory_of, untuned_of
 from ejkernel.kernels.flash_attention import _splash_weights
 from ejkernel.kernels.flash_attention.common import Operands, Rules, describe
@@ -65,12 +66,28 @@ def test_registers_of_code_that_runs_one_after_the_other_are_shared(monkeypatch,
     assert Parts(0, 0, "kind", {}, form, loop).registers == registers
 
 
-def test_a_kernel_that_differs_little_from_compiled_ones_takes_a_little_more_than_the_largest(monkeypatch):
-    code = {"kernel; ids": [100, 0], "kernel; steps 2/2": [110, 0], "other": [500, 0]}
+@pytest.mark.parametrize(
+    ("form", "loop", "weight", "most"),
+    [
+        ("known", "", 1.0, 1040),
+        ("known", "known loop", 1.0, 1040 + int(30 * 4096 * 1.04)),
+        ("known", "like", 1.0, int((1000 + 4096 * 50) * 1.2)),
+        ("like", "", 1.0, int((1000 + 4096 * 50) * 1.2)),
+        ("like", "like", 1.0, int((1000 + 4096 * 50) * 1.2)),
+        ("like", "", 0.1, 1000 + 40_000),
+        ("none", "", 1.0, 1000 + 400_000),
+        ("known", "none", 1.0, 1000 + 400_000),
+    ],
+)
+def test_code_alike_counts_where_the_table_lacks_code_unless_the_weights_give_less(
+    monkeypatch, form, loop, weight, most
+):
+    code = {"known": [0, 0], "known loop": [30]}
+    alike = {"like": Alike((50.0, 0.0), 1.2)}
     monkeypatch.setattr(_vector_memory, "compiled", lambda: code)
-    monkeypatch.setattr(_vector_memory, "_alike", _vector_memory._alike.__wrapped__)
-    most = {form: Parts(0, 0, "kind", {}, form).need({"kind": {}}).most for form in ("kernel; ids", "kernel", "none")}
-    assert most == {"kernel; ids": int(100 * 4096 * 1.04), "kernel": int(110 * 4096 * 1.08), "none": 0}
+    monkeypatch.setattr(_vector_memory, "_likeness", lambda: alike.get)
+    parts = Parts(10, 1000, "kind", {"size": 100_000}, form, loop)
+    assert parts.need({"kind": {"size": weight}}) == Need(10, pytest.approx(most, abs=1))
 
 
 def test_no_untuned_attention_of_a_v4_takes_more_than_the_estimate():

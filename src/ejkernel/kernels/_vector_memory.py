@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 from ejkernel import compat
 from ejkernel.ops.implementation import OperationCall
 
+from ._alike import Alike, Likeness
+
 LANES = 128  # elements of a vector register's row
 REGISTER = 4096  # bytes of a vector register
 USUAL_LIMIT = 16 << 20  # bytes that a kernel may take by default
@@ -34,7 +36,6 @@ _MEMORY = {
     "tpu:tpu_v5": 64 << 20,
     "tpu:tpu7x": 64 << 20,
 }
-_ALIKE = 1.08  # kernels of a form that differs in facts of small effect may take this much more
 _SCHEDULES = 1.04  # kernels of one form may take this much more, e.g. on a v5p instead of a v5e
 _UNTUNED = 27  # 32nds of the memory that untuned calls may take
 _LEAST = 16 << 20  # limit and memory of a v4
@@ -106,15 +107,22 @@ class Parts(NamedTuple):
         return self._replace(sizes={name: math.ceil(size * share) for name, size in self.sizes.items()})
 
     def need(self, weights: Mapping[str, Mapping[str, float]]) -> Need:
-        """Return the lower bound, and the upper estimate from the table or a weighted sum of the sizes."""
-        alike = _alike().get(self.form.partition(";")[0])
+        """Return the lower bound, and the upper estimate: by the table, or the least by code alike and by weights."""
         if self.registers is not None:
             most = int((self.known + REGISTER * self.registers) * _SCHEDULES)
-        elif alike is not None:
-            most = int((self.known + REGISTER * alike) * _ALIKE)
         else:
             most = self.known + int(4 * sum(self.sizes[name] * weight for name, weight in weights[self.kind].items()))
+            most = min(most, self._alike() or most)
         return Need(self.least, max(self.least, most))
+
+    def _alike(self) -> int | None:
+        """Return the bytes by the table, with code alike in place of code that it lacks; `None` without such code."""
+        outside, loop = (alike(name) if name else None for name in (self.form, self.loop))
+        if outside is None or (self.loop and loop is None):
+            return None
+        straight, around = outside.registers
+        registers = straight if loop is None else max(straight, around + loop.registers[0])
+        return int((self.known + REGISTER * registers) * max(outside.margin, loop.margin if loop else 1))
 
 
 def compiled() -> dict[str, list[int]]:
@@ -127,15 +135,15 @@ def compiled() -> dict[str, list[int]]:
     return found
 
 
+def alike(name: str) -> Alike | None:
+    """Return the registers of compiled code, or of the code in the table that is most like it; `None` without any."""
+    registers = compiled().get(name)
+    return _likeness()(name) if registers is None else Alike(tuple(registers), _SCHEDULES)
+
+
 @functools.cache
-def _alike() -> dict[str, int]:
-    """Return the most registers of kernels that differ only in facts behind a semicolon."""
-    found: dict[str, int] = {}
-    for form, (registers, *_) in compiled().items():
-        start, _, details = form.partition(";")
-        if details:
-            found[start] = max(registers, found.get(start, 0))
-    return found
+def _likeness() -> Likeness:
+    return Likeness(compiled(), _tables()["margins"])
 
 
 def spilled_registers() -> dict[str, dict[str, dict[str, int]]]:
@@ -150,6 +158,15 @@ def spilled_registers_of_tiles() -> dict[str, dict[str, list[int | None]]]:
     A tile that the compiler refuses has `None`.
     """
     found: dict[str, dict[str, list[int | None]]] = _tables()["tiles"]
+    return found
+
+
+def spilled_registers_of_norms() -> dict[str, dict[str, list[int | None]]]:
+    """Return the registers that kernels of row norms keep in memory, by form and columns.
+
+    A number of columns has three: of kernels with several strips of rows, with a single one, and with a part of one.
+    """
+    found: dict[str, dict[str, list[int | None]]] = _tables()["norms"]
     return found
 
 

@@ -238,6 +238,10 @@ NEEDS_MORE = {
         *("tpu:tpu_v5_lite", 1500, (80, 80), 4, "bfloat16", {}),
         *(BackwardParams(block_kv=1024, chunk=2048, unroll=1, strip=512), 12_941_312),
     ),
+    "chunks of a v5p that are unrolled": (
+        *("tpu:tpu_v5", 4096, (64, 64), 1, "bfloat16", {"right": 0}),
+        *(ForwardParams(block_q=2048, chunk=2048, unroll=2, rows=2048, strip=256), 42_151_936),
+    ),
     "two kernels in float32": (
         *("tpu:tpu_v5", 8192, (256, 256), 1, "float32", {"right": 0}),
         BackwardParams(

@@ -72,6 +72,12 @@ def test_the_estimate_of_a_common_kernel_is_the_compilers_figure(chip, dims, cau
     assert Splash().doubt(call, params) is None
 
 
+def test_one_kernel_with_other_queries_does_not_tell_how_registers_grow():
+    call = call_of(V6E, (128, 128), causal=True, dtype="float32")
+    need = vector_memory(call, blocks_of(SplashParams(block_q=512, block_kv=1024, block_kv_compute=256)))
+    assert 7_237_632 <= need.most <= 1.3 * 7_237_632
+
+
 def test_large_blocks_that_take_most_of_the_memory_are_left_to_tuning():
     call = call_of(V5E, (256, 256), causal=True)
     large = SplashParams(block_q=4096, block_kv=4096, block_kv_compute=512)  # takes 111 of 128 MiB

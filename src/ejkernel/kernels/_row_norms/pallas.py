@@ -17,7 +17,17 @@ from jax.experimental import pallas as pl
 
 from ejkernel.kernels._spilled import WEIGHTS
 from ejkernel.kernels._varying import unify_varying
-from ejkernel.kernels._vector_memory import LANES, Need, Parts, limit_of, up, usual_of, with_chips
+from ejkernel.kernels._vector_memory import (
+    LANES,
+    REGISTER,
+    Need,
+    Parts,
+    limit_of,
+    spilled_registers_of_norms,
+    up,
+    usual_of,
+    with_chips,
+)
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.messages.names import NamedFields
@@ -30,7 +40,8 @@ CallT = TypeVar("CallT", bound=RowNormCall)
 
 # Rows of one tile of vector memory, by dtype.
 _TILE = {"float32": 8, "bfloat16": 16}
-_ONE_BUFFER = ("tpu:tpu_v5",)  # chips with one buffer of windows that do not move
+_OF_TABLE = 1.04  # kernels of the table may take this much more
+_OF_ONE_CHUNK = 36  # registers that a gradient of one whole chunk may take more, e.g. with arrays in vector memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,15 +152,38 @@ class Pallas(Implementation[CallT], Generic[CallT]):
 
 def memory(call: RowNormCall, params: PallasParams) -> Need:
     """Return the bytes of vector memory."""
-    return parts_of(call, params).need(WEIGHTS)
+    parts, (form, columns, place) = parts_of(call, params), place_in_table(call, params)
+    registers = spilled_registers_of_norms().get(form, {}).get(columns, [None] * 3)[place]
+    has_rest = call.backward and call.rows > params.block_rows and call.rows % params.block_rows > 0
+    if registers is None or has_rest:  # a gradient masks the rest of the rows
+        return parts.need(WEIGHTS)
+    registers += _OF_ONE_CHUNK if call.backward and call.dim == CHUNK else 0
+    return Need(parts.least, int((parts.known + REGISTER * registers) * _OF_TABLE))
+
+
+def place_in_table(call: RowNormCall, params: PallasParams) -> tuple[str, str, int]:
+    """Return the place of a kernel in the table.
+
+    Chunks are computed one after the other, so of many columns the rest of the last chunk counts.
+
+    Returns:
+        Its form and columns, and 0 for several strips of rows, 1 for a single one, or 2 for a part of one.
+    """
+    strip = rows_of_strip(params.block_rows)
+    words = [call.device_fingerprint, "layer norm" if call.formula.centred else "rms norm", call.dtype]
+    words += ["backward" if call.backward else "forward", "residual" if call.residual else "", f"{strip} rows"]
+    place = 0 if call.rows > params.block_rows or params.block_rows > strip else 1 if call.rows == strip else 2
+    columns = call.dim if call.dim < 2 * CHUNK or place == 2 else 2 * CHUNK + call.dim % CHUNK
+    return ", ".join(filter(None, words)), str(columns), place
 
 
 def parts_of(call: RowNormCall, params: PallasParams) -> Parts:
     """Return the memory of a kernel by its causes.
 
     The known bytes are two buffers of each window, or one for a single block: of rows, of the columns, where a value
-    for each row takes a register's row, of the vectors, and of the sums over rows. One chip has one buffer of windows
-    that do not move. The compiler also keeps values of a chunk of columns, if they are too many for its registers.
+    for each row takes a register's row, of the vectors, and of the sums over rows. The windows of the last two do not
+    move, so they have one buffer. The compiler also keeps values of a chunk of columns, if they are too many for its
+    registers.
     """
     dim, size, is_centred = up(call.dim), jnp.dtype(call.dtype).itemsize, call.formula.centred
     arrays = (3 if call.backward else 2) + (1 if call.backward else 2) * call.residual
@@ -158,7 +192,7 @@ def parts_of(call: RowNormCall, params: PallasParams) -> Parts:
     columns = buffers * (1 + is_centred) * 4 * LANES * params.block_rows
     vectors = (call.formula.weight is not None) + (call.formula.bias and not call.backward)
     sums = ((call.formula.weight is not None) + call.formula.bias) * call.backward
-    fixed = (1 if call.device_fingerprint in _ONE_BUFFER else buffers) * 4 * dim * (vectors + SUMS * sums)
+    fixed = 4 * dim * (vectors + SUMS * sums)
     kind = f"{'layer' if is_centred else 'rms'} norm, {'backward' if call.backward else 'forward'}"
     rows, is_loop = rows_of_strip(params.block_rows), dim >= 2 * CHUNK
     # a loop over one chunk is none, so that its values and those of the rest are there together

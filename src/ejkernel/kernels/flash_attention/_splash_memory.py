@@ -21,7 +21,7 @@ from .common import AttentionCall
 # Chips with few kernels in the fit, or none, keep this many times as many values of the separate backward kernels.
 _MORE = {
     "tpu:tpu_v4": {"query": 2.3, "query, float32": 2.3, "keys": 1.1, "keys, float32": 1.1},
-    "tpu:tpu7x": {"query, float32": 1.35, "keys, float32": 1.35},
+    "tpu:tpu7x": {"query, float32": 1.5, "keys, float32": 1.35},
 }
 _SUBLANES = 8
 Blocks = tuple[int, int, int]

@@ -104,7 +104,7 @@ def _parts(
     sizes = _sizes(dims, plan, scores, capped=rules.soft_cap is not None, segmented=segmented)
     sizes |= {"scratch": scratch // 4, "scratch of one head": scratch // 4 if dims.repeats == 1 else 0}
     is_straight = plan.blocks == 1 or (sight.everything and plan.columns <= plan.unroll * plan.chunk)
-    kind = _kind(name, dims, sight, scores, segmented)
+    kind = _kind(name, dims, walked, scores, segmented)
     known = windows + (scratch if scores.tile else 0)
     least = windows if is_straight else windows + scratch
     forms = _forms(name, dims, walked, rules, scores, segmented) if dims.chip else ("", "")
@@ -129,7 +129,9 @@ def _forms(
     words += ["partial" if is_partial else "", f"block {plan.block}", "float32" if dims.size == 4 else ""]
     words += ["capped" if rules.soft_cap is not None else "", "ids" if segmented else ""]
     tile = f"tile {plan.rows}/{plan.chunk}, unroll {unroll}"
-    loop = [*words, "loop", tile, f"edges {edges}" if edges == 2 or (edges and not scores.edges) else ""]
+    # the compiler overlaps unrolled chunks differently on a v5p
+    chip = dims.chip if name == "forward" and unroll > 1 else words[0]
+    loop = [chip, *words[1:], "loop", tile, f"edges {edges}" if edges == 2 or (edges and not scores.edges) else ""]
     if scores.edges:
         words += [f"strip {plan.strip}", f"sees {sight.before}/{sight.after}", f"offset {sight.offset % plan.chunk}"]
         words += [f"tile {plan.rows * plan.chunk}" if edges == 2 else "", "streamed" if plan.parts > 1 else ""]
@@ -139,7 +141,7 @@ def _forms(
     return ", ".join(filter(None, words)), ", ".join(filter(None, loop)) if has_loop else ""
 
 
-def _kind(name: str, dims: Dims, sight: Sight, scores: Scores, segmented: bool) -> str:
+def _kind(name: str, dims: Dims, walked: tuple[Sight, Plan], scores: Scores, segmented: bool) -> str:
     """Return the kind of a kernel: its name, and the form of its basic blocks."""
     if dims.size == 4:
         return f"{name if name in ('forward', 'fused') else 'split'}, float32"
@@ -149,7 +151,10 @@ def _kind(name: str, dims: Dims, sight: Sight, scores: Scores, segmented: bool) 
         return name
     if segmented:
         return f"{name}, ids"
+    sight, plan = walked
     edges = (sight.before is not None) + (sight.after is not None)
+    if edges == 2 and plan.blocks == 1:
+        return "one block, two edges"
     return f"{name}, {('no edge', 'one edge', 'two edges')[edges]}"
 
 
