@@ -33,6 +33,12 @@ def joined(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _words(name: str) -> str:
+    """Return the words of a case, without the number in its draw."""
+    number, _, words = name.partition(" ")
+    return words if words and number[0].isdigit() else name
+
+
 def summary(found: Mapping[str, Cases]) -> Iterator[str]:
     """Yield a Markdown table with the geometric mean and the worst of the untuned ratios."""
     yield f"| | cases | geometric mean | worst | below {LOST} |"
@@ -51,7 +57,7 @@ def table(found: Mapping[str, Cases]) -> Iterator[str]:
     yield "|---" * (1 + 3 * len(DIRECTIONS)) + "|"
     for name in dict.fromkeys(name for cases in found.values() for name in cases):
         cells = [cell for cases in found.values() for cell in _cells(cases.get(name))]
-        yield f"| {name.partition(' ')[2] or name} | {' | '.join(cells)} |"
+        yield f"| {_words(name)} | {' | '.join(cells)} |"
 
 
 def _cells(case: Mapping[str, Any] | None) -> tuple[str, str, str]:
