@@ -581,6 +581,21 @@ def test_few_tiles_are_small(dim, heads, rules, segments, warpgroups):
     assert min(heuristic(described(case)).warpgroups, 2) == warpgroups
 
 
+@pytest.mark.parametrize(
+    ("keys", "rules", "bias", "warpgroups"),
+    [
+        (2048, CAUSAL, None, 1),
+        (16384, CAUSAL, None, 2),
+        (2048, Rules(scale=0.2, right=64), None, 2),
+        (2048, CAUSAL, (1, 1, 2048, 2048), 2),
+    ],
+    ids=["as many keys as queries", "more keys: tiles are alike", "not causal", "bias"],
+)
+def test_two_small_tiles_for_each_multiprocessor_must_even_out(keys, rules, bias, warpgroups):
+    case = Case(batch=1, queries=2048, keys=keys, heads=8, groups=8, head_dim=64, value_dim=64, rules=rules, bias=bias)
+    assert min(heuristic(described(case)).warpgroups, 2) == warpgroups
+
+
 @pytest.mark.parametrize(("batch", "queries", "persistent"), [(1, 2048, False), (24, 2048, True), (12, 640, True)])
 def test_packed_segments_of_many_or_similar_tiles_are_persistent(batch, queries, persistent):
     sizes = {"queries": queries, "keys": queries, "head_dim": 64, "value_dim": 64}

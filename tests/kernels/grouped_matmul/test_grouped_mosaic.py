@@ -322,6 +322,8 @@ def test_columns_that_tiles_of_192_cover_exactly_take_these():
         (1, 512, 4096, 4096, (128, 256)),
         (1, 8192, 1024, 1024, (256, 64)),
         (4, 4096, 512, 1024, (256, 128)),
+        (128, 127, 4096, 1024, (256, 256)),
+        (64, 16, 4096, 1024, (128, 256)),
     ],
 )
 def test_few_tiles_are_narrow(groups, rows, inner, columns, widths):

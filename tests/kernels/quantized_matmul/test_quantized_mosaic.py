@@ -308,6 +308,5 @@ def test_heuristics_and_spaces_hold_valid_parameters():
 )
 def test_few_tiles_are_narrow(rows, columns, width):
     """On one H200, the second takes 17 us with k = 8,192, and 42 with tiles of 256 columns; the first 16 and 25."""
-    from ejkernel.kernels._hopper.tile_shapes import tile_width
-
-    assert tile_width(columns, (64, 128, 192, 256), -(-rows // 128)) == width
+    call = dataclasses.replace(CALL, rows=rows, columns=columns)
+    assert MosaicGpu().heuristic(call).block_n == width

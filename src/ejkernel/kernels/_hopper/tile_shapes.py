@@ -26,17 +26,21 @@ def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def tile_width(columns: int, widths: Sequence[int], row_tiles: int) -> int:
-    """Return a good width of tiles: the widest that wastes few columns in the last tile, and keeps the GPU busy.
+def tile_width(columns: int, widths: Sequence[int], rows: int) -> int:
+    """Return a good width of tiles, for so many `rows` of tiles.
 
-    If a multiprocessor has at most one of `row_tiles` rows of tiles even in narrower ones, the narrowest is best, since
-    it takes the least time. On one H200, 512 rows and 4,096 columns with k = 4,096 take 42 us in 64 tiles of 256
-    columns, and 24 us in 128 of 128.
+    It is the widest that wastes few columns in the last tile and keeps the GPU busy: as long as each multiprocessor has at most one tile, narrower tiles take less time. On one H200, 512 rows and 4,096
+    columns with k = 4,096 take 42 us in 64 tiles of 256 columns, and 24 us in 128 of 128.
     """
     covered = {size: -(-columns // size) * size for size in widths}
     width = max(size for size in widths if covered[size] <= 1.1 * min(covered.values()))
-    few = [size for size in widths if size <= width and row_tiles * covered[size] <= MULTIPROCESSORS * size]
+    few = [size for size in widths if size <= width and rows * covered[size] <= MULTIPROCESSORS * size]
     return min(few, default=width)
+
+
+def row_tiles(rows: int, groups: int, height: int) -> int:
+    """Return the number of tiles in a column of tiles if all groups have the same size, or one row if rows are few."""
+    return min(rows, groups) * max(1, -(-rows // (groups * height)))
 
 
 def with_zeros(array: jax.Array, shape: Sequence[int]) -> jax.Array:

@@ -84,6 +84,11 @@ class GroupedMatmulCall(OperationCall):
         """Rows per group if all groups have the same size."""
         return self.rows // max(1, self.groups if self.all_groups is None else self.all_groups)
 
+    @property
+    def own_rows(self) -> int:
+        """Rows of the groups that have their matrices here, if all groups have the same size."""
+        return self.rows if self.all_groups is None else -(-self.rows * self.groups // max(1, self.all_groups))
+
 
 def taken_apart(groups: Groups) -> tuple[jax.Array, jax.Array | None]:
     """Return the sizes of all groups, and the number of the first with a matrix; `None` if all have one."""

@@ -31,7 +31,7 @@ _NARROW_WINDOW = 512
 _SPLIT_WINDOW = 256  # keys, up to head_dim 128: in the fused form, four backwards took 1 to 15 % longer
 _SHORT_SEQUENCE = 512
 # The time of a step of 64 keys, of one of 128. Where lengths or segments hide steps, small blocks gain less.
-_SMALL_BLOCK, _SMALL_BLOCK_HIDDEN, _SMALL_BLOCK_OF_NARROW = 0.72, 0.86, 0.88
+_SMALL_BLOCK, _SMALL_BLOCK_HIDDEN, _SMALL_BLOCK_OF_NARROW = 0.72, 0.9, 0.88
 _MOST_UNEVEN = 16  # parts that need not divide the heads
 _UNEVEN_GAIN = 0.03  # least estimated one of causal calls; below it, uneven parts took up to 3 % longer on one H200
 # Registers for accumulators per consumer thread, by consumer warpgroups: all but 32, which addresses and a tile's
@@ -47,8 +47,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 def params_fault(call: AttentionCall, params: BackwardParams) -> str | None:
     """Return why `call`, which is supported, cannot run with `params`; `None` if it can.
 
-    No parameters cause a deadlock: the producer fills both pipelines in the order in which consumers release them,
-    and a consumer waits only for results that the other computed one step earlier.
+    No parameters cause a deadlock: the producer fills the stages in the order in which consumers wait for them, and a
+    consumer waits only for results that the other computed one step earlier.
     """
     if params.form == "unfused":
         return "form='unfused' is for heads of more than 256 columns; use form='fused' or 'split'."
@@ -70,8 +70,8 @@ def heuristic(call: AttentionCall) -> BackwardParams:
     """Return good parameters for `call`: the best, or nearly the best, on the measured shapes."""
     wide = max(padded_dim(call.query[3]), padded_dim(call.value[3]))
     if call.deterministic:  # the fused form adds up dQ in memory, in nondeterministic order
-        choices = _divided_by_products()
-        choices[:0] = [dataclasses.replace(params, division="keys") for params in choices[:2] if wide <= 128]
+        choices = [_split(2, 2), _split(2, 1)]
+        choices[:0] = [dataclasses.replace(params, division="keys") for params in choices if wide <= 128]
     else:
         choices = _narrow(call) if wide <= 64 else _medium(call) if wide <= 128 else _wide(call)
     fitting = [params for params in choices if params_fault(call, params) is None]
@@ -96,8 +96,8 @@ def _with_small_blocks(call: AttentionCall, params: BackwardParams) -> BackwardP
         return params
     small = _in_parts(call, small)
     hides = problem.key_lengths or problem.segments
-    # Of 29 gradients on one H200, 17 were faster with small blocks, by up to 38 %. This takes the faster size of 27 of
-    # them, and loses 2 % with the others, or 8 % in another run.
+    # Of 33 gradients on one H200, 20 were faster with small blocks, by up to 38 %. This takes the faster size of all
+    # but one, which loses 1 %, or 9 % in another run.
     time = _SMALL_BLOCK_OF_NARROW if narrow else _SMALL_BLOCK_HIDDEN if hides else _SMALL_BLOCK
     return small if time * _time(problem, small) < _time(problem, params) else params
 
@@ -146,7 +146,7 @@ def _medium(call: AttentionCall) -> list[BackwardParams]:
 def _wide(call: AttentionCall) -> list[BackwardParams]:
     """Return parameters for more than 128 columns, the best first."""
     head_dim, value_dim = padded_dim(call.query[3]), padded_dim(call.value[3])
-    choices = _divided_by_products()
+    choices = [_split(2, 2), _split(2, 1)]
     if head_dim + value_dim <= 320:
         choices.insert(1, BackwardParams(division="products"))
     if value_dim <= head_dim:
@@ -314,14 +314,8 @@ def _register_fault(problem: BackwardProblem, params: BackwardParams) -> str | N
     return None
 
 
-def _divided_by_products() -> list[BackwardParams]:
-    """Return parameters of the split form for wide heads, the best first."""
-    # Two stages of keys: of 14 gradients at D136 to D256, each was 10 to 24 % faster than with one.
-    once = [dataclasses.replace(_split(*stages), kv_stages=1) for stages in ((2, 2), (2, 1), (1, 1))]
-    return [_split(2, 2), _split(2, 1), *once]
-
-
 def _split(q_stages: int, dout_stages: int) -> BackwardParams:
+    # Two stages of keys: 27 gradients at D136 to D256 took 8 to 24 % less time than with one.
     return BackwardParams(
         form="split",
         division="products",

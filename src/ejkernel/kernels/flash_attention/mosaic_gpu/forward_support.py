@@ -67,8 +67,10 @@ def _has_few_tiles(call: AttentionCall) -> bool:
     """Return whether tiles of 64 rows are faster, as larger ones leave multiprocessors without work."""
     # One for each multiprocessor: seven forwards took 20 to 30 % less time at D64 to D256. Two, under a causal mask,
     # where short and long tiles even out: four took 13 to 29 % less.
-    rules = call.rules
-    uneven = rules.right is not None and rules.left is None and not (call.segments or call.key_lengths)
+    if call.bias is not None:  # its rule knows the size of tiles
+        return False
+    uneven = call.rules.right == 0 and call.rules.left is None and call.key[1] <= call.query[1]
+    uneven = uneven and not (call.segments or call.key_lengths)
     tiles = forward_plan(call, ForwardParams(warpgroups=1, ping_pong=False)).tiles
     return tiles <= (2 if uneven else 1) * MULTIPROCESSORS
 
@@ -128,7 +130,7 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
             "fma_columns": tuple({few.fma_columns: None, 0: None}),
             "align_keys": either if _has_unaligned_rows(call) else (False,),
         },
-        constraints=(memory, registers, packing, _persistence, _turns),
+        constraints=(memory, registers, packing, _persistence, _several),
         build=ForwardParams,
     )
 
@@ -137,8 +139,8 @@ def _persistence(query_buffers: int, persistent: bool) -> bool:
     return persistent or query_buffers == 1
 
 
-def _turns(ping_pong: bool, warpgroups: int) -> bool:
-    return warpgroups > 1 or not ping_pong
+def _several(ping_pong: bool, pack_heads: bool, warpgroups: int) -> bool:
+    return warpgroups > 1 or not (ping_pong or pack_heads)
 
 
 def _has_unaligned_rows(call: AttentionCall) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._hopper import MULTIPROCESSORS
 from ejkernel.kernels.flash_attention.common import (
     AttentionCall,
     AttentionImplementation,
@@ -26,6 +27,7 @@ from .plan import ROWS
 from .single import forward_of_single
 from .slices import backward_in_slices, slice_of, slicing_reason
 
+_LEAST_KEYS = MULTIPROCESSORS * 128  # of all heads together: one block of threads per multiprocessor
 _ROUNDED = (None, "default", "fastest", "bfloat16", "tensorfloat32")  # values of `jax_default_matmul_precision`
 
 
@@ -60,6 +62,9 @@ class MosaicGpu(AttentionImplementation):
             return 1  # cuDNN runs no such heads
         if call.query[1] < ROWS:
             return 0  # not in the grid: rows of a tile are empty
+        (batch, queries, heads, _), keys = call.query, call.key[1]
+        if call.backward and keys < queries and batch * heads * keys < _LEAST_KEYS:
+            return 0  # neither: a block of threads owns keys of one head, so most of the chip is idle
         return int(expected_gain(call) > 0)
 
     def heuristic(self, call: AttentionCall) -> ForwardParams | BackwardParams:

@@ -97,7 +97,7 @@ class BackwardParams(NamedFields):
         dout_stages: Pipeline stages of the output's cotangent.
         kv_block: Keys in a step of the second kernel; 0 in the fused form, like the two fields below. Keys of a tile in
             the unfused form, whose tiles have 128 queries and `q_stages` pipeline stages.
-        kv_stages: Pipeline stages of keys and values of the second kernel.
+        kv_stages: Pipeline stages of keys and values of the second kernel. If they do not fit, values have one.
         q_warpgroups: Consumer warpgroups of the second kernel, each with 64 queries.
         head_parts: Parts into which the query heads of one key head are divided; if they divide unevenly, the first
             parts have one head more. Each part has its own blocks of threads in the first kernel. So a few key heads

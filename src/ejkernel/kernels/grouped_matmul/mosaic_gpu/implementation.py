@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from ejkernel.kernels import _hopper as hopper
-from ejkernel.kernels._hopper.tile_shapes import tile_width
+from ejkernel.kernels._hopper.tile_shapes import row_tiles, tile_width
 from ejkernel.kernels.grouped_matmul.common import PREACTIVATIONS, GroupedMatmulCall
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.implementation import Implementation
@@ -98,7 +98,7 @@ class _Product(_Grouped):
 
     def row_tiles(self, call: GroupedMatmulCall) -> int:
         """See `_Grouped`."""
-        return call.groups * -(-call.usual_rows // self.params().block_m)
+        return row_tiles(call.own_rows, call.groups, self.params().block_m)
 
     def space(self, call: GroupedMatmulCall) -> ConfigSpace[ProductParams]:
         """Return the search space."""

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from ejkernel.kernels import _hopper as hopper
-from ejkernel.kernels._hopper.tile_shapes import tile_width
+from ejkernel.kernels._hopper.tile_shapes import row_tiles, tile_width
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
 from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedActivationCall
 from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
@@ -67,8 +67,8 @@ class MosaicGpuActivation(QuantizedProduct[QuantizedGroupedActivationCall]):
 
     def tile_heuristic(self, call: QuantizedGroupedActivationCall) -> MosaicGpuParams:
         """Return good parameters, with the most stages that fit."""
-        row_tiles = call.groups * -(-call.usual_rows // MosaicGpuParams().block_m)
-        block_n = tile_width(call.columns, self._widths(call), row_tiles)
+        rows = row_tiles(call.own_rows, call.groups, MosaicGpuParams().block_m)
+        block_n = tile_width(call.columns, self._widths(call), rows)
         deepest = [
             MosaicGpuParams(block_n=block_n, stages=stages, out_slots=1) for stages in range(_MOST_STAGES, 1, -1)
         ]

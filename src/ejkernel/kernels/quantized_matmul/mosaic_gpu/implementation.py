@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import jax
 
 from ejkernel.kernels import _hopper as hopper
-from ejkernel.kernels._hopper.tile_shapes import REGISTERS, tile_width
+from ejkernel.kernels._hopper.tile_shapes import REGISTERS, row_tiles, tile_width
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
 from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMatmulCall
 from ejkernel.ops.config.spaces.space import ConfigSpace
@@ -139,8 +139,8 @@ class QuantizedProduct(Implementation[_Call], Generic[_Call]):
         dense, groups = self.dense(call), getattr(call, "groups", 1)
         # Two parts with blocks' scales spill registers.
         widths = _WIDTHS if dense.scales_outside else _WIDTHS[:-1]
-        row_tiles = groups * -(-getattr(call, "usual_rows", dense.rows) // MosaicGpuParams().block_m)
-        block_n = tile_width(dense.columns, widths, row_tiles)
+        rows = row_tiles(getattr(call, "own_rows", dense.rows), groups, MosaicGpuParams().block_m)
+        block_n = tile_width(dense.columns, widths, rows)
         pieces = self.plan(call, MosaicGpuParams(block_n=block_n)).pieces
         out_slots = next(slots for slots in (2, 3, 1) if pieces % slots == 0)
         deepest = [
