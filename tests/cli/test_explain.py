@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from tests.ops.sealing import lines_with_digest
 
 from ejkernel.cli import explain, main, report, show
 from ejkernel.kernels.rms_norm.xla import XlaParams
@@ -161,6 +162,16 @@ def test_explain_prints_no_command_for_candidates_that_were_not_copied(folder, c
         log.unlink()
     forward = run(capsys, "explain", "explained_program:step", "--cache", "cache")[1].split("\n\n")[0]
     assert "candidates not here: the configuration was copied without its search" in " ".join(forward.split())
+
+
+def test_explain_says_why_the_log_of_a_search_is_unusable(folder, capsys):
+    for log in (folder / "cache").rglob("*.jsonl"):
+        log.write_text(lines_with_digest(log.read_text().replace('{"schema":3,', '{"schema":2,')))
+    _, out, _ = run(capsys, "explain", "explained_program:step", "--cache", "cache")
+    text = " ".join(out.split("\n\n")[0].split())
+    assert "candidates unknown: the log " in text
+    assert " cannot be used: it was written by an older ejkernel: schema 2, not 3" in text
+    assert "copied without its search" not in text
 
 
 def test_explain_as_json_has_every_tier(folder, capsys):

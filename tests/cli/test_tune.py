@@ -629,6 +629,7 @@ def test_show_log_prints_the_status_of_every_candidate_of_the_last_search(progra
     repeats = [outcome["config"]["repeats"] for outcome in search["outcomes"] if outcome["twin"] is None]
     assert repeats == [8, 1, 0, -1]
     assert {outcome["status"] for outcome in search["outcomes"]} >= {"measured", "failed"}
+    assert search.keys().isdisjoint({"path", "is_only_here"})
     figures = search["challenge"]["comparison"]
     assert figures["pairs"] >= figures["ahead"] + figures["behind"]
     assert (search["interrupted"], search["in_force"]) == (False, search["outcomes"][search["winner_index"]]["config"])

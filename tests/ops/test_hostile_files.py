@@ -36,9 +36,11 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.autotuner.compile.bundles import SCHEMA, read_bundle
 from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.measure.paired import compare
 from ejkernel.ops.autotuner.search.strategies import default_strategy
 from ejkernel.ops.autotuner.store.log import lines_of
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
+from ejkernel.ops.autotuner.trials.challenge import Challenge
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config._files import UnusableError, location
@@ -77,11 +79,23 @@ SPACE = ConfigSpace({"rows": range(1, 40), "order": ["row", "column"]}, build=Ti
 
 def searched(inv):
     outcomes = tuple(
-        Outcome(config=Tile(n), status=Status.MEASURED, measurement=Measurement(samples=(n * 1e-6, n * 2e-6)))
+        Outcome(
+            config=Tile(n),
+            status=Status.MEASURED,
+            measurement=Measurement(samples=(n * 1e-6, n * 2e-6), peak_bytes=n << 20),
+            peak_bytes=n << 20,
+        )
         for n in range(1, 5)
     )
     failed = Outcome(config=Tile(9), status=Status.FAILED, reason="it does not fit")
-    return AutotuneData(inv=inv, config=outcomes[1].config, outcomes=(*outcomes, failed), seconds=2.0)
+    figures = compare([1e-6, 1.1e-6, 1.2e-6, 1.3e-6] * 5, [2e-6] * 20, more_bytes=1 << 20)
+    return AutotuneData(
+        inv=inv,
+        config=outcomes[1].config,
+        outcomes=(*outcomes, failed),
+        seconds=2.0,
+        challenge=Challenge(Tile(2), figures, is_confirmation=True),
+    )
 
 
 @dataclasses.dataclass

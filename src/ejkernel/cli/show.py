@@ -15,6 +15,7 @@ from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
 from ejkernel.ops.autotuner.trials.challenge import CPU
 from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState, stored_in_brief, stored_in_words
+from ejkernel.ops.autotuner.trials.view import in_microseconds
 from ejkernel.ops.config.entries import StoredEntry, time_in
 from ejkernel.ops.config.persistent import PersistentCache, fault_of
 from ejkernel.ops.core.types import ConfigKey
@@ -185,9 +186,13 @@ def _show_searches(cache: PersistentCache, prefixes: Sequence[str], as_json: boo
 
 
 def _search_as_data(search: StoredSearch) -> dict[str, Any]:
-    """Return a search as its log holds it, with its state and the configuration in force."""
-    more = {"search": search.progress.data(), "in_force": search.in_force}
-    return dict(to_data(dataclasses.replace(search, path=None)), **more)
+    """Return a search as its log holds it, with its state, the configuration in force, and why each candidate lost."""
+    found = dict(to_data(dataclasses.replace(search, path=None)))
+    del found["path"], found["is_only_here"]
+    for row, outcome in zip(found["outcomes"], search.outcomes, strict=True):
+        row["reason"] = outcome.reason or search.why_not_chosen(outcome)
+        row["median_us"] = in_microseconds(outcome.seconds)
+    return found | {"search": search.progress.data(), "in_force": search.in_force}
 
 
 def _as_data(found: StoredEntry | StoredSearch) -> dict[str, Any]:

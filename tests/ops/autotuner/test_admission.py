@@ -17,7 +17,7 @@ from ejkernel.ops.autotuner.measure.sampling import Sampling, SamplingPlan
 from ejkernel.ops.autotuner.store.saving import AdmissionError, Earlier, why_not_saved
 from ejkernel.ops.autotuner.trials.challenge import Challenge
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
-from ejkernel.ops.autotuner.trials.status import SearchProgress
+from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState
 from ejkernel.ops.config.entries import StoredEntry
 
 CALL = Invocation(op_id="double@v1", args=(jax.ShapeDtypeStruct((4, 8), jnp.float32),), device="gpu:h200")
@@ -127,16 +127,30 @@ def test_a_search_is_complete_undecided_partial_or_failed(statuses, options, wor
     assert SearchProgress.of(statuses, **options).in_words == words
 
 
+UNKNOWN = "not finished (0 of 12)"
+
+
 @pytest.mark.parametrize(
     ("measured", "words"),
     [
         ({"candidates": 12, "search": {"state": "partial", "done": 3, "candidates": 12}}, "not finished (3 of 12)"),
         ({"candidates": 12}, "complete"),
-        ({"candidates": "12", "search": {"state": "odd", "done": []}}, "complete"),
+        ({"candidates": 12, "interrupted": True}, "not finished (0 of 12)"),
+        ({"candidates": 12, "skipped": 3}, "not finished (0 of 12)"),
+        ({"candidates": "12"}, "not finished (0 of 0, the best one is not confirmed)"),
+        *(
+            ({"candidates": 12, "search": {"state": "complete", "done": 12, "candidates": 12} | odd}, UNKNOWN)
+            for odd in ({"state": "odd"}, {"more": 1}, {"done": -1}, {"done": 13}, {"done": 3}, {"done": True})
+        ),
+        ({"candidates": 12, "search": None}, UNKNOWN),
     ],
 )
 def test_entries_tell_how_far_their_search_came(measured, words):
     assert SearchProgress.stored_in(measured).in_words == words
+
+
+def test_entries_without_a_state_have_the_stored_number_of_candidates():
+    assert SearchProgress.stored_in({"candidates": 9}) == SearchProgress(SearchState.COMPLETE, 9, 9)
 
 
 def test_candidates_without_samples_are_not_ranked():

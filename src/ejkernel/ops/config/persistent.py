@@ -16,7 +16,7 @@ import secrets
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, overload
+from typing import TYPE_CHECKING, Any, Final, TypeGuard, overload
 
 from ejkernel import settings
 from ejkernel.ops.config import estimates
@@ -256,7 +256,8 @@ class PersistentCache(Shown):
         return next((entry for _, entry in self.found(_key(*key), decode=lambda entry, _: entry.config)), None)
 
     def __contains__(self, key: object) -> bool:
-        return self.load(key) is not None
+        canonical = key_of((key,))
+        return _is_key(canonical) and self.load(canonical) is not None
 
     def remove(self, *key: object) -> bool:
         """Remove the entry of a key from the writable folder; return whether it had one. Layers stay unchanged."""
@@ -400,9 +401,13 @@ class PersistentCache(Shown):
 def _key(*parts: object) -> ConfigKey:
     """Return the key given as a whole or in its three parts."""
     key = key_of(parts)
-    if not (isinstance(key, ConfigKey) and all(isinstance(part, str) for part in key)):
+    if not _is_key(key):
         raise ConfigError(f"a key of a PersistentCache is a ConfigKey: device, op and call, three str; got {key!r}.")
     return key
+
+
+def _is_key(key: object) -> TypeGuard[ConfigKey]:
+    return isinstance(key, ConfigKey) and all(isinstance(part, str) for part in key)
 
 
 def _split_type(given: tuple[object, ...], cfg_type: object) -> tuple[tuple[Any, ...], Any]:

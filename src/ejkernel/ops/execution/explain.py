@@ -228,7 +228,8 @@ def _search_of(chooser: object, key: ConfigKey | None) -> dict[str, Any]:
     history = store.history(key)
     if history is None:
         away = "not here: the configuration was copied without its search, which stays in the cache it comes from"
-        return {"search": progress, "candidates": away}
+        unusable = store.unusable(key)
+        return {"search": progress, "candidates": f"unknown: {unusable}" if unusable else away}
     found, newest = history.shown, history.searches[0]
     why = found.why if found.progress == progress else ""
     later = f"a newer search is not saved: {newest.not_saved or newest.in_a_word}" if newest is not found else ""

@@ -44,6 +44,8 @@ SCHEMA: Final = 3  # increase when the layout changes; logs with another schema 
 _WHAT: Final = "the log of a search"
 _MOST: Final = 100_000  # lines of a log
 _TIMES: Final = (1e-12, 1e9)  # range of valid times in seconds: a picosecond to thirty years
+_RATIO: Final = _TIMES[1] / _TIMES[0]  # the largest ratio of two times
+_COUNTS: Final = range(1 << 63)  # valid numbers of bytes and calls; larger ones may not become floats
 # Without a measurement, these statuses say nothing about a configuration.
 _UNKNOWN: Final = frozenset({Status.SAME, Status.SKIPPED, Status.READY, Status.PRUNED})
 
@@ -242,11 +244,21 @@ def _check(search: StoredSearch) -> None:
         raise UnusableError(f"its winner is outcome {search.winner_index} of {len(search.outcomes)}")
     if search.planned > _MOST:
         raise UnusableError(f"it has {describe(search.planned)} candidates")
+    if search.times not in _COUNTS:
+        raise UnusableError(f"its call is made {describe(search.times)} times")
     for number, outcome in enumerate(search.outcomes, 2):
+        if not all(count in _COUNTS for count in _bytes_of(outcome) if count is not None):
+            raise UnusableError(f"line {number}: numbers of bytes must be between 0 and 2**63")
         if outcome.measurement is not None and (why := _why_invalid(outcome.measurement, search.cases)):
             raise UnusableError(f"line {number}: {why}")
     if search.challenge is not None and not _is_consistent(search.challenge.comparison):
         raise UnusableError(f"the figures of its comparison are inconsistent: {search.challenge.comparison}")
+
+
+def _bytes_of(outcome: Outcome) -> tuple[int | None, ...]:
+    measured = outcome.measurement
+    own = (outcome.peak_bytes, outcome.spilled)
+    return own if measured is None else (*own, measured.peak_bytes, measured.output_bytes)
 
 
 def _why_invalid(found: Measurement, cases: Sequence[Case]) -> str:
@@ -264,5 +276,6 @@ def _why_invalid(found: Measurement, cases: Sequence[Case]) -> str:
 def _is_consistent(found: PairedComparison) -> bool:
     low, high = found.interval or (1.0, 1.0)
     has_rounds = min(found.ahead, found.behind) >= 0 and found.ahead + found.behind <= found.pairs
-    figures = (found.challenger, found.incumbent, found.confidence, found.speedup)
-    return has_rounds and min(figures) >= 0 and 0 < low <= high
+    has_times = all(0 <= seconds <= _TIMES[1] for seconds in (found.challenger, found.incumbent))
+    has_ratios = 1 / _RATIO <= found.speedup <= _RATIO and 0 < low <= high <= _RATIO and 0 <= found.confidence <= 1
+    return has_rounds and has_times and has_ratios and found.more_bytes in _COUNTS

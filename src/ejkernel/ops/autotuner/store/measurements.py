@@ -211,6 +211,16 @@ class MeasurementStore(Shown):
         """Return the searches of one call; `None` without one."""
         return self._by_call(self._logs(key.op, key)).get(key)
 
+    def unusable(self, key: ConfigKey) -> str:
+        """Return that a log of a call cannot be used, with the reason; empty if all can be used."""
+        for place in self._places(key.op):
+            if _is_of(key, place.name):
+                try:
+                    read_search(Path(str(place.where)))
+                except UnusableError as error:
+                    return f"the log {place.where} cannot be used: {error}"
+        return ""
+
     def progress(self, key: ConfigKey) -> SearchProgress | None:
         """Return the tuning progress of a call, as all commands report it; `None` without a search.
 

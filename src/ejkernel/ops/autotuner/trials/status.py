@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from ejkernel.ops.errors import SerializationError
 from ejkernel.ops.utils.formatting import ratio
+from ejkernel.ops.utils.messages.names import is_count
 from ejkernel.ops.utils.storage.serialize import from_plain
 
 
@@ -126,13 +127,25 @@ class SearchProgress:
 
     @classmethod
     def stored_in(cls, measured: Mapping[str, Any] | None) -> SearchProgress | None:
-        """Return the progress stored in a cache entry; `None` if the entry does not come from a search."""
+        """Return the progress stored in a cache entry; `None` if the entry does not come from a search.
+
+        A search with an invalid state counts as not finished.
+        """
         if not measured or "candidates" not in measured:
             return None
+        candidates = measured["candidates"] if is_count(measured["candidates"], 1) else 0
+        # Some shipped configurations were measured in complete searches that stored no state.
+        is_complete = candidates and not any(measured.get(name) for name in ("interrupted", "skipped", "undecided"))
+        stateless = cls(SearchState.COMPLETE, candidates, candidates) if is_complete else None
         try:
-            return from_plain(measured.get("search"), cls)
-        except SerializationError:  # some shipped configurations were measured in whole searches that stored no state
-            return cls(SearchState.COMPLETE, 0, 0)
+            found = from_plain(measured["search"], cls) if "search" in measured else stateless
+        except SerializationError:
+            found = None
+        return found if found is not None and found._is_valid else cls(SearchState.PARTIAL, 0, candidates)
+
+    @property
+    def _is_valid(self) -> bool:
+        return 0 <= self.done <= self.candidates and (self.done == self.candidates or not self.state.is_finished)
 
     @property
     def in_words(self) -> str:
