@@ -116,14 +116,17 @@ def test_simulated_wide_activations_match_the_reference(monkeypatch, shape, size
     [
         ({}, {"quantize": "int8"}, "quantize is int8"),
         ({"blocks": True, "thin": True}, {}, r"blocks \(1, 128\)"),
+        ({"wide": True}, {"quantize": "float8_e4m3fn"}, "needs 8-bit rows"),
     ],
 )
 def test_calls_that_the_kernel_does_not_run_are_refused_with_an_alternative(monkeypatch, made, options, message):
     from ejkernel.kernels import _hopper
 
     monkeypatch.setattr(_hopper, "unavailable", lambda *_: None)
-    thin = made.pop("thin", False)
+    thin, wide = (made.pop(name, False) for name in ("thin", "wide"))
     x, w, gate = operands(16, 128, 256, 1, **made)
+    if wide:
+        x = x.dequantize().astype(jnp.bfloat16)
     if thin:
         w, gate = (quantize(each.dequantize(), block=128) for each in (w, gate))
     call = described(x, w, gate, sizes=(16,), **options)[2]

@@ -257,6 +257,14 @@ def test_configurations_of_classes_with_one_name_are_read_as_those_of_their_oper
         assert PersistentCache(tmp_path).get("cpu:some", kernel.op_id_v, f"{1:016x}") == cfg
 
 
+@pytest.mark.parametrize("suffix", [".bwd", ".jvp", ".jvp.bwd"])
+def test_derivatives_read_the_configurations_of_their_operation(suffix):
+    kernels = [of_a_class_in_a_function(default) for default in (8, 16)]
+    names = [kernel.op_id_v.replace("@", f"{suffix}@") for kernel, _ in kernels]
+    result = result_of(*(Entry(name, f"{1:016x}", cfg) for name, (_, cfg) in zip(names, kernels, strict=True)))
+    assert AutotuningResult.loads(result.dumps()) == result
+
+
 def test_a_text_with_any_change_is_an_error():
     text = result_of(entry(1, Tile(8))).dumps()
     for index, character in enumerate(text):

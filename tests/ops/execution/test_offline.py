@@ -385,6 +385,16 @@ def test_autotune_of_a_kernel_measures_the_given_candidates(kernel, monkeypatch)
     assert (seen["rounds"], seen["warmup"], seen["candidates"], seen["args"][0] is X) == (2, 1, [5], True)
 
 
+def test_a_tuner_that_returns_something_else_is_an_error(chain, executor, kernel):
+    class Bare(Autotuner):
+        def tune(self, inv, kernel, **options):
+            return super().tune(inv, kernel, **options).config
+
+    chain.tuner = Bare(rounds=1)
+    with pytest.raises(TuningError, match=r"Bare\.tune returned int; it must be AutotuneData"):
+        chain.search(Invocation(kernel=kernel, args=(X,)), kernel)
+
+
 def test_autotune_of_a_kernel_prepares_its_arguments(chain, executor):
     class Prepared(Square):
         def prepare(self, x, *, flat=False):

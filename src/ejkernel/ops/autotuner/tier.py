@@ -94,14 +94,16 @@ class AutotuneTier:
             options["known"] = store.unfinished(inv, shares_of(calls))
         partners = partners_in_force(chain, inv, kernel)
         try:
-            tuned = tuner.tune(inv.representative, kernel, partners=partners, **options)
+            tuned: object = tuner.tune(inv.representative, kernel, partners=partners, **options)
         except TuningError as error:
             saver.save_failure(inv, error)
             raise
-        tuned = saver.save(inv, tuned)
-        if tuned.interrupted:  # after saving the measurements so far
+        if not isinstance(tuned, AutotuneData):
+            raise TuningError(f"{type(tuner).__name__}.tune returned {type(tuned).__name__}; it must be AutotuneData.")
+        saved = saver.save(inv, tuned)
+        if saved.interrupted:  # after saving the measurements so far
             raise KeyboardInterrupt
-        return tuned
+        return saved
 
     def answer(
         self,

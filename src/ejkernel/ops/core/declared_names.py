@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import itertools
 import logging
+import re
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -117,8 +118,9 @@ def _config_types(op: str) -> Iterator[type]:
 
     Types declared only in annotations of hooks come last, because reading annotations takes longer.
     """
-    # Classes of one function share a name.
-    yield from (kernel.config_type for kernel in living_kernels().get(op, ()) if kernel.config_type is not None)
+    # Classes of one function share a name. Derivatives have suffixes, such as `.bwd`.
+    own = living_kernels().get(re.sub(r"(\.bwd|\.jvp)+(?=@)", "", op), ())
+    yield from (kernel.config_type for kernel in own if kernel.config_type is not None)
     # The latest first: a redefined class has the name of its predecessor.
     silent = []
     for cls in reversed(list(_subclasses(Kernel))):

@@ -42,6 +42,10 @@ class MosaicGpuActivation(QuantizedProduct[QuantizedGroupedActivationCall]):
             return reason
         if call.values not in (*_VALUES, None):
             return f"quantize is {call.values}; 'mosaic_gpu' returns {' or '.join(_VALUES)}; use 'xla'."
+        if call.values is not None and self.is_wide(call):
+            return (
+                f"lhs has dtype {call.dtype}; with quantize, 'mosaic_gpu' needs 8-bit rows; quantize lhs, or use 'xla'."
+            )
         dense = call.as_dense
         if not dense.scales_outside and dense.w_block != (BLOCK, BLOCK):
             return f"scales of rhs (w) are those of blocks {dense.w_block}; with an activation, use 128x128, or 'xla'."
