@@ -182,7 +182,7 @@ def test_rows_measured_again_take_the_places_of_the_old_ones():
 
 def test_launches_with_changed_parameters_are_timed_in_their_direction():
     changes = ["fwd kv_block=96 stages=3", "bwd q_block=128"]
-    entries = attention_choice.entries_of({"causal B1 T2048 H8/8 D128": ("bwd",)}, changes)
+    entries = attention_choice.entries_of({"causal B4 T4096 H8/8 D128": ("bwd",)}, changes)
     assert [(entry.direction, entry.contender) for entry in entries] == [
         (direction, name) for direction in ("fwd", "bwd") for name in ("mosaic_gpu", "cudnn", "mosaic_gpu")
     ]
