@@ -164,6 +164,7 @@ def test_explain_prints_no_command_for_candidates_that_were_not_copied(folder, c
     assert "candidates not here: the configuration was copied without its search" in " ".join(forward.split())
 
 
+@pytest.mark.filterwarnings("ignore:ignoring .*schema 2:ejkernel.ops.CacheWarning")
 def test_explain_says_why_the_log_of_a_search_is_unusable(folder, capsys):
     for log in (folder / "cache").rglob("*.jsonl"):
         log.write_text(lines_with_digest(log.read_text().replace('{"schema":3,', '{"schema":2,')))
