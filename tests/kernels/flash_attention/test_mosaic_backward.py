@@ -469,6 +469,7 @@ def test_causal_parts_are_the_fastest_of_those_measured(queries, heads, parts):
         ((1, 4096, 4, 96), 2, {"rules": Rules(scale=0.1), "key_lengths": True}, 64),
         ((4, 1024, 4, 112), 4, {"rules": Rules(scale=0.1), "key_lengths": True}, 128),
         ((1, 2048, 8, 128), 1, {"rules": Rules(scale=0.1), "key_lengths": True}, 128),
+        ((4, 512, 2, 128), 2, {"rules": Rules(scale=0.1), "key_lengths": True}, 64),
         ((1, 4096, 4, 64), 1, {}, 64),
         ((1, 2048, 8, 64), 1, {"rules": Rules(scale=0.1), "key_lengths": True}, 128),
     ],
