@@ -332,18 +332,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--draw", type=int, metavar="SEED", help="draw other cases at random")
     parser.add_argument("--count", type=int, default=24, help="how many cases to draw (default: %(default)s)")
     parser.add_argument("--kinds", nargs="*", default=KINDS, choices=sorted(set(KINDS)), metavar="KIND", help="to draw")
-    parser.add_argument("--few-tiles", action="store_true", help="draw calls that cannot fill a GPU instead")
+    parser.add_argument("--few-tiles", action="store_true", help="with --draw: calls that cannot fill a GPU")
     parser.add_argument("--at-once", type=int, default=12, metavar="N", help="cases to compile before their times")
     parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--cache", type=Path, help="cache for the contender `tuned`, which is left out without it")
     parser.add_argument("--rounds", type=int, default=15, help="samples of each contender (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile (default: one a core)")
     args = parser.parse_args(argv)
+    if args.few_tiles and args.draw is None:
+        parser.error("--few-tiles needs --draw SEED")
     names = [name for name in args.contenders if name != "tuned" or args.cache is not None]
     cases = args.cases
-    if args.draw is not None:
-        small = args.few_tiles
-        cases = small_names(args.draw, args.count) if small else widely_drawn_names(args.draw, args.count, args.kinds)
+    if args.few_tiles:
+        cases = small_names(args.draw, args.count)
+    elif args.draw is not None:
+        cases = widely_drawn_names(args.draw, args.count, args.kinds)
     found: Found = {}
     for first in range(0, len(cases), args.at_once):
         for name, direction, case in _all_measured(cases[first : first + args.at_once], names, args):

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels._hopper import MULTIPROCESSORS
 from ejkernel.ops.utils.random_arrays import random_array
 
 UNEVEN = (500, 1300, 300, 1900, 900, 300, 2200, 792)
@@ -348,7 +349,7 @@ def small_names(seed: int, count: int) -> list[str]:
         window = int(rng.choice((128, 512))) if rng.random() < 0.15 and seq >= 1024 else None
         causal = window is not None or bool(rng.random() < 0.5)
         lengths = not causal and bool(rng.random() < 0.3)
-        if batch * heads[0] * -(-seq // 64) <= 4 * 132:
+        if batch * heads[0] * -(-seq // 64) <= 4 * MULTIPROCESSORS:
             dims = (dim, dim)
             case = Case(batch=batch, seq=seq, heads=heads, dims=dims, causal=causal, window=window, lengths=lengths)
             names.append(words_of(case))

@@ -258,7 +258,7 @@ def code_of_forms() -> dict[str, list[int]]:
 
 
 def margins_of_views(code: Mapping[str, Sequence[int]]) -> dict[str, dict[str, float]]:
-    """Return the margin of each view of code that is not in the table, by kind.
+    """Return the margin of each view of code outside the table, by kind.
 
     With it, the estimates of kernels in the table by other code with the same view are not below their figures. Views
     with the least estimates come first.

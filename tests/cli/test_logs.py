@@ -21,7 +21,7 @@ from .searches import Tile, found, save
 
 
 def with_figures():
-    """A search whose outcomes and comparison have all figures."""
+    """A search with every figure of its outcomes and comparison."""
     search = found()
     outcomes = [
         dataclasses.replace(one, peak_bytes=1 << 20, spilled=1 << 21)

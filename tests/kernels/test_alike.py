@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled code that is like the code of a kernel for a TPU."""
+"""Compiled code similar to that of a TPU kernel."""
 
 from __future__ import annotations
 

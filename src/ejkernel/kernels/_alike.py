@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled code that is like the code of a kernel: it differs in facts of small effect.
+"""Compiled code similar to that of a kernel: the facts in which it differs have little effect.
 
 The name of code in the table lists facts that decide how many registers the compiler keeps in memory, e.g. `tpu:tpu_v5,
 splash keys, 1/1, blocks 512/1024/512, left edge; right edge`. A *view* of a name leaves some of them out, and code with
@@ -48,7 +48,7 @@ def _area_of_block(found: re.Match[str]) -> str:
 
 _BLOCKS = r"blocks (\d+)/(\d+)/(\d+)"
 _AREA, _AREA_OF_BLOCK = (_BLOCKS, _area), (_BLOCKS, _area_of_block)
-# Views by kind of code: what each leaves out, and whether the registers count in proportion to the tile.
+# Views by kind of code: the facts that each leaves out, and whether registers grow with the tile.
 _SPLASH: _Views = {
     "keys": ([_DETAILS, _KEYS], False),
     "mask": ([_DETAILS, _KEYS, _MASK], False),
@@ -148,7 +148,7 @@ def _dims(name: str) -> tuple[int, ...]:
 
 
 class Likeness:
-    """Code by what it has in common with other code, of heads that are as wide or wider."""
+    """Compiled code by the facts that it shares with other code, for heads as wide or wider."""
 
     def __init__(self, table: Table, margins: Margins) -> None:
         self._margins = margins
@@ -160,7 +160,7 @@ class Likeness:
         self._found: dict[str, dict[str, list[tuple[str, tuple[float, ...]]]]] = {}
 
     def found(self, name: str, is_other: Callable[[str, str], bool]) -> dict[str, tuple[float, ...]]:
-        """Return the most registers of other code by view; the name of a view includes how much code there is.
+        """Return the most registers of similar code, by view; a view's name includes the amount of code.
 
         Args:
             name: The code.
@@ -177,7 +177,7 @@ class Likeness:
         return found
 
     def __call__(self, name: str) -> Alike | None:
-        """Return the registers of code by the first view with other code; `None` if there is none."""
+        """Return the registers of similar code, by the first view that has some; `None` without any."""
         if name not in self._known:
             views, margins = self.found(name, lambda *_: True), self._margins.get(kind_of(name), {})
             found = (Alike(views[view], margin) for view, margin in margins.items() if view in views)
@@ -185,7 +185,7 @@ class Likeness:
         return self._known[name]
 
     def _of_kind(self, kind: str) -> dict[str, list[tuple[str, tuple[float, ...]]]]:
-        """Return the code of a kind, with its registers in units, by what it has in common with other code."""
+        """Return the code of a kind by its shared facts, with registers in units of the tile."""
         if kind not in self._found:
             code: dict[str, list[tuple[str, tuple[float, ...]]]] = {}
             for name in self._names.get(kind, ()):

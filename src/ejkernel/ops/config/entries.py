@@ -242,7 +242,7 @@ def decoded(entry: StoredEntry, cfg_type: object) -> Any:
         UnusableError: The configuration does not decode as that type.
     """
     try:
-        return read_config(entry.config, entry.config_type, cfg_type, getattr(entry.key, "op", ""))
+        return read_config(entry.config, entry.config_type, cfg_type, entry.key.op)
     except ConfigError as error:
         raise UnusableError(f"its configuration cannot be decoded: {error}") from error
 

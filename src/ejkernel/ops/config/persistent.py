@@ -196,7 +196,7 @@ class PersistentCache(Shown):
         # Serialize first: a value without a JSON form must not touch the old entry.
         text = text_of(new_entry(key, cfg, call, measured, self.clock()))
         self._store(key, text)
-        reason = why_not_decoded(cfg, getattr(key, "op", ""))
+        reason = why_not_decoded(cfg, key.op)
         if reason:
             warn(f"get() will not find what was stored for {value_text(key)}: {reason}", CacheWarning)
 

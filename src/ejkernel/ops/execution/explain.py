@@ -159,7 +159,7 @@ class Explanation(Shown):
         return {name: reason for name, reason in self.refusals.items() if not self._is_elsewhere(reason)}
 
     def elsewhere(self, target: str = "") -> str:
-        """Return the number of implementations for other devices, as a sentence; empty if there are none.
+        """Return a sentence with the number of implementations for other devices; empty without any.
 
         Args:
             target: See `text`.

@@ -108,8 +108,12 @@ def _with_small_blocks(call: AttentionCall, params: BackwardParams) -> BackwardP
 def _query_warpgroups(problem: BackwardProblem) -> tuple[int, ...]:
     """Return the values of `q_warpgroups` to measure, the best first."""
     # With a multiprocessor for each block of 64 queries, 91 us instead of 108 at D192, and 108 instead of 128 at D256.
-    few = problem.batch * problem.heads * -(-problem.queries // 64) <= MULTIPROCESSORS
-    return (1, 2) if few else (2,)
+    return (1, 2) if _fit_at_once(problem.batch * problem.heads, problem.queries) else (2,)
+
+
+def _fit_at_once(heads: int, rows: int) -> bool:
+    """Return whether each block of 64 of the rows of each head has its own multiprocessor."""
+    return heads * -(-rows // 64) <= MULTIPROCESSORS
 
 
 def _narrow(call: AttentionCall) -> list[BackwardParams]:
@@ -169,8 +173,8 @@ def _is_short_and_causal(call: AttentionCall) -> bool:
     instead of 483 with 4 heads for each key head. But 768: 313 instead of 304, and without a mask 550 instead of 537;
     and with 64 blocks of 64 keys 29 instead of 21.
     """
-    few = call.query[0] * call.query[2] * -(-call.key[1] // 64) <= MULTIPROCESSORS
-    return call.rules.right == 0 and call.bias is None and call.query[1] <= _SHORT_SEQUENCE and not few
+    short = call.rules.right == 0 and call.bias is None and call.query[1] <= _SHORT_SEQUENCE
+    return short and not _fit_at_once(call.query[0] * call.query[2], call.key[1])
 
 
 def _is_fused_in_window(call: AttentionCall) -> bool:

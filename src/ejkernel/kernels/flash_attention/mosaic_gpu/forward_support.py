@@ -69,8 +69,8 @@ def _has_few_tiles(call: AttentionCall) -> bool:
     # where short and long tiles even out: four took 13 to 29 % less.
     if call.bias is not None:  # its rule knows the size of tiles
         return False
-    uneven = call.rules.right == 0 and call.rules.left is None and call.key[1] <= call.query[1]
-    uneven = uneven and not (call.segments or call.key_lengths)
+    is_causal = call.rules.right == 0 and call.rules.left is None and call.key[1] <= call.query[1]
+    uneven = is_causal and not (call.segments or call.key_lengths)
     tiles = forward_plan(call, ForwardParams(warpgroups=1, ping_pong=False)).tiles
     return tiles <= (2 if uneven else 1) * MULTIPROCESSORS
 

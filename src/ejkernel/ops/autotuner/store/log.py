@@ -235,7 +235,7 @@ def _header(lines: Sequence[str]) -> dict[str, Any]:
 
 
 def _check(search: StoredSearch) -> None:
-    """Check the figures, which are shown and compared.
+    """Check the figures that reports show and compare.
 
     Raises:
         UnusableError: They are invalid or inconsistent.

@@ -116,7 +116,7 @@ class AutotuningResult(Shown):
         return f", saved in {printable(self.place)}" if self.place else ", in this process only"
 
     def remarks(self) -> list[str]:
-        """Return a line for each search whose result is not saved, and for each that compared nothing."""
+        """Return a line for each search without a saved result, and for each without a comparison."""
         told = [search for search in self.searches if search.not_saved not in ("", search.progress.not_finished)]
         lines = [(search, f"not saved: {search.not_saved}") for search in told]
         lines += [(search, search.why_alike) for search in self.searches if search.why_alike]
