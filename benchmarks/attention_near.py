@@ -32,7 +32,11 @@ _FARTHEST = 0.02  # of a winner's results from the heuristic's, by their norms
 def near(call: Any, count: int) -> list[Any]:
     """Return the heuristic's parameters of `mosaic_gpu`, and this many near them in the search space."""
     implementation = operation.implementations["mosaic_gpu"]
-    first, space = implementation.heuristic(call), implementation.space(call)
+    return near_points(implementation.heuristic(call), implementation.space(call), count)
+
+
+def near_points(first: Any, space: Any, count: int) -> list[Any]:
+    """Return `first`, and this many points of a space near it."""
     others = space.neighbours(first) if hasattr(space, "neighbours") else [one for one in space if one != first]
     # Few changes, and different ones, first. For example, not all block sizes before the order of heads.
     seen: Counter[tuple[str, ...]] = Counter()
