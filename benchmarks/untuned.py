@@ -111,7 +111,7 @@ def _quantized_grouped(rng: _Rng) -> _Program:
     k, n = _size(rng, 256, 8192, 128), _size(rng, 256, 8192, 128)
     while groups * k * n > 1 << 31:
         groups = -(-groups // 2)
-    block = 128 if rng.integers(2) else None
+    block: Any = 128 if rng.integers(2) else None
 
     def loss(x: Any, w: Any, sizes: Any) -> Any:
         return quantized_grouped_dense(x, w, sizes, block=block).astype(jnp.float32).sum()
