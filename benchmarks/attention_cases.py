@@ -258,8 +258,7 @@ def drawn(seed: int, number: int) -> Case:
     if kind == "cap":
         more["cap"] = float(one_of(20.0, 50.0))
     if kind == "segments":
-        cuts = np.sort(rng.choice(np.arange(1, seq), int(rng.integers(1, 12)), replace=False))
-        more["segments"] = tuple(int(x) for x in np.diff(np.concatenate([[0], cuts, [seq]])))
+        more["segments"] = _segments(rng, seq, int(rng.integers(1, 12)))
     if kind == "lengths":
         more |= {"causal": False, "lengths": True}
     dims = (dim, int(one_of(64, 128))) if kind == "unequal" else (dim, dim)
@@ -319,9 +318,14 @@ def _features(rng: np.random.Generator, kind: str, seq: int) -> dict[str, Any]:
     if kind == "cap":
         return {"cap": (20.0, 50.0)[rng.integers(2)]}
     if kind == "segments":
-        cuts = np.sort(rng.choice(np.arange(1, seq), int(rng.integers(1, 16)), replace=False))
-        return {"segments": tuple(int(x) for x in np.diff(np.concatenate([[0], cuts, [seq]])))}
+        return {"segments": _segments(rng, seq, int(rng.integers(1, 16)))}
     return {"causal": False, "lengths": True} if kind == "lengths" else {}
+
+
+def _segments(rng: np.random.Generator, seq: int, cuts: int) -> tuple[int, ...]:
+    """Return the lengths of the segments between cuts at random positions."""
+    places = np.sort(rng.choice(np.arange(1, seq), cuts, replace=False))
+    return tuple(int(x) for x in np.diff(np.concatenate([[0], places, [seq]])))
 
 
 def _multiple_of_8(rng: np.random.Generator, most: int) -> int:
@@ -372,13 +376,14 @@ def case_named(name: str) -> Case:
 _IN_WORDS = re.compile(
     r"(causal|full) B(\d+) T(\d+) H(\d+)/(\d+) D(\d+)(?:/(?P<value_dim>\d+))?(?P<bias> bias)?"
     r"(?P<lengths> lengths)?(?P<mask> mask)?(?: (?P<dtype>float16|float32))?(?P<shared> shared bias, mask)?"
-    r"(?P<sinks> sinks)?(?: window (?P<window>\d+))?(?: cap (?P<cap>\d+))?"
+    r"(?P<sinks> sinks)?(?: window (?P<window>\d+))?(?: cap (?P<cap>\d+))?(?: (?P<segments>\d+) segments)?"
 )
 
 
 def _case_in_words(found: re.Match[str]) -> Case:
-    """Return the case whose words are `found`; it has no segments."""
+    """Return the case whose words are `found`; the lengths of its segments are random, and depend on their number."""
     batch, seq, heads, groups, dim = map(int, found.groups()[1:6])
+    segments = int(found["segments"] or 0)
     return Case(
         batch=batch,
         seq=seq,
@@ -393,6 +398,7 @@ def _case_in_words(found: re.Match[str]) -> Case:
         shared=found["shared"] is not None,
         dtype=found["dtype"] or "bfloat16",
         sinks=found["sinks"] is not None,
+        segments=_segments(np.random.default_rng(segments), seq, segments - 1) if segments else (),
     )
 
 
