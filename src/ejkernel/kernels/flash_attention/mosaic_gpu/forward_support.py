@@ -8,21 +8,31 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from ejkernel.kernels._hopper import MULTIPROCESSORS, SHARED_MEMORY
+from ejkernel.kernels._hopper import MULTIPROCESSORS
 from ejkernel.kernels.flash_attention.common import AttentionCall
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.errors import ConfigError
 
+from .forward_faults import (
+    block_fault,
+    has_much_wider_values,
+    packing_fault,
+    register_fault,
+    shared_memory_fault,
+    sharing_fault,
+)
 from .params import ForwardParams
-from .plan import REGISTERS, ROWS, SMALL_CAP, WHOLE_DIMS, ForwardPlan, forward_plan, is_pieced, unavailable
-from .schedule import duration
+from .plan import ROWS, SMALL_CAP, WHOLE_DIMS, ForwardPlan, forward_plan, is_pieced, unavailable
+from .schedule import duration, longest_share
 
-_REGISTERS_LEFT = 32  # of a thread, beside logits, weights and output; with fewer, ptxas serialises the products
 # 80 gained 2 to 4 % at head_dim 256 with a soft cap, which takes two transcendental functions per weight.
 _KV_BLOCKS = (64, 80, 96, 128, 160)
 _NARROW_WINDOW, _SHORT_WINDOW, _SHORTEST_WINDOW = 512, 128, 64  # keys
 _CAPPED_WITH_POLYNOMIALS = 128  # largest head dimension
 _ALIKE_TILES = 10  # of a head
+_MANY_HEADS = 16  # whose tiles of the same rows come together
+_FEW_ROUNDS = 8  # of tiles
+_WIDTHS_WITH_BIAS = {32: {64: 1.06}, 48: {64: 1.1, 96: 1.1}, 64: {64: 1.13, 96: 1.1}}  # times of a key, 128: 1
 _FEW_QUERIES, _MANY_QUERIES = 512, 1536
 _FEW_QUERIES_OF_WIDE_HEADS = 2048
 _FEW_ODD_PARTS = (3, 5, 7)  # of the queries: half of the last tile of 128 is empty
@@ -43,11 +53,11 @@ def params_fault(call: AttentionCall, params: ForwardParams) -> str | None:
     """
     plan = forward_plan(call, params)
     return (
-        _packing_fault(plan, call)
-        or _sharing_fault(plan, call)
-        or _block_fault(plan)
-        or _shared_memory_fault(plan)
-        or _register_fault(plan)
+        packing_fault(plan, call)
+        or sharing_fault(plan, call)
+        or block_fault(plan)
+        or shared_memory_fault(plan)
+        or register_fault(plan)
     )
 
 
@@ -59,7 +69,7 @@ def heuristic(call: AttentionCall) -> ForwardParams:
         preferred = dataclasses.replace(preferred, warpgroups=1, ping_pong=False, pack_heads=False)
     for params in _fallbacks(preferred):
         if params_fault(call, params) is None:
-            return _with_polynomials(call, params)
+            return _with_even_shares(call, _with_polynomials(call, params))
     raise ConfigError(f"no launch parameters fit {call}; use 'xla'.")
 
 
@@ -102,16 +112,16 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
                 persistent=True,  # two query_buffers need it; shared memory does not depend on it
             ),
         )
-        return (_sharing_fault(plan, call) or _shared_memory_fault(plan)) is None
+        return (sharing_fault(plan, call) or shared_memory_fault(plan)) is None
 
     def registers(kv_block: int, warpgroups: int, share_buffer: bool) -> bool:
         # In one buffer with wider queries, the output may take more columns.
         plan = forward_plan(call, ForwardParams(kv_block=kv_block, warpgroups=warpgroups, share_buffer=share_buffer))
-        return (_block_fault(plan) or _register_fault(plan)) is None
+        return (block_fault(plan) or register_fault(plan)) is None
 
     def packing(pack_heads: bool, warpgroups: int) -> bool:
         plan = forward_plan(call, ForwardParams(pack_heads=pack_heads, warpgroups=warpgroups))
-        return _packing_fault(plan, call) is None
+        return packing_fault(plan, call) is None
 
     either = (False, True)
     # The heuristic is in the space, even if it is a fallback.
@@ -196,9 +206,12 @@ def _preferred(call: AttentionCall, *, aligned: bool) -> ForwardParams:
 
 def _preferred_for_segments(call: AttentionCall, *, packs: bool) -> ForwardParams:
     """Return a persistent launch if the unknown lengths of a block of threads' tiles even out."""
+    # With many heads whose tiles of the same rows come together, each block of threads gets tiles of all rows: 14 of 18
+    # forwards took 8 to 26 % less, three 2 to 7 % more, with three or four segments. With 8 heads and 8 segments of
+    # 8,192 rows: 152 us instead of 127.
     params = ForwardParams(pack_heads=packs)
     plan = forward_plan(call, params)
-    if not _evens_out(plan):
+    if not _evens_out(plan) and plan.bundle < _MANY_HEADS:
         return params
     few = plan.row_tiles <= _ALIKE_TILES
     return dataclasses.replace(params, persistent=True, query_buffers=2, share_buffer=True, heads_first=few)
@@ -206,9 +219,25 @@ def _preferred_for_segments(call: AttentionCall, *, packs: bool) -> ForwardParam
 
 def _evens_out(plan: ForwardPlan) -> bool:
     """Return whether each block of threads of a persistent launch has tiles of about the same work, with segments."""
-    # With 31 tiles for each block of threads 15 and 26 % faster; with 2 to 16, from 17 % faster to 27 % slower. Three
-    # of these calls with 8 or 10 tiles for each head, which differ less, were 9 to 14 % faster.
+    # With 31 tiles for each block of threads 15 and 26 % faster; with 2 to 16 and the tiles of a head together, from
+    # 17 % faster to 27 % slower. Three of these calls with 8 or 10 tiles for each head, which differ less, were 9 to
+    # 14 % faster.
     return plan.row_tiles <= _ALIKE_TILES or plan.tiles > 16 * MULTIPROCESSORS
+
+
+def _with_even_shares(call: AttentionCall, params: ForwardParams) -> ForwardParams:
+    """Return the parameters, with the tiles of all heads by rows where those of one head at a time divide unevenly."""
+    # Under a causal mask with about four tiles for each block of threads, seven forwards at D96 to D256 took 5 to 8 %
+    # less, as estimated. At D176 with eight, where the estimate says 4 %, one took as long; more heads at once share
+    # less of the cache.
+    if not (params.persistent and params.heads_first) or call.rules.right is None or call.segments:
+        return params
+    one_head, all_heads = (
+        forward_plan(call, dataclasses.replace(params, heads_first=first)) for first in (True, False)
+    )
+    if one_head.tiles > _FEW_ROUNDS * MULTIPROCESSORS or longest_share(all_heads) > 0.95 * longest_share(one_head):
+        return params
+    return all_heads.params
 
 
 def _preferred_with_bias(call: AttentionCall) -> ForwardParams:
@@ -221,7 +250,17 @@ def _preferred_with_bias(call: AttentionCall) -> ForwardParams:
         for count, time in times.items()
     ]
     params = _fastest_size(call, sizes)
-    return dataclasses.replace(params, ping_pong=params.ping_pong and _gains_by_turns(call, params))
+    params = dataclasses.replace(params, ping_pong=params.ping_pong and _gains_by_turns(call, params))
+    return dataclasses.replace(params, kv_block=_keys_with_bias(call))
+
+
+def _keys_with_bias(call: AttentionCall) -> int:
+    """Return the number of keys in a block with which few are computed in vain; smaller blocks take longer for each."""
+    # 402 keys at D32: 28.9 us with 64 instead of 31.0 with 128; 260 keys 28.8 instead of 32.2; 300 at D64 22.5 instead
+    # of 23.7; 650 at D64 41.4 with 96 instead of 44.8. But 200 at D32 12.1 instead of 11.8.
+    dim, keys = call.query[3], call.key[1]
+    times = next((times for width, times in _WIDTHS_WITH_BIAS.items() if dim <= width), {})
+    return min((128, *times), key=lambda block: -(-keys // block) * block * times.get(block, 1.0))
 
 
 def _gains_by_turns(call: AttentionCall, params: ForwardParams) -> bool:
@@ -349,7 +388,7 @@ def _preferred_unequal(call: AttentionCall, params: ForwardParams, *, packs: boo
         return params
     if call.value[3] <= 64:  # queries take most of the memory: 96 keys leave room for two tiles
         return dataclasses.replace(params, kv_block=96, heads_first=False, pack_heads=packs)
-    if not _has_much_wider_values(call):
+    if not has_much_wider_values(call):
         return params
     # Beside much wider values, which share no buffer. Steps of 128 keys at D64/184: 425 us instead of 497 with 64,
     # causal 242 instead of 268; at D96/176 233 instead of 274. Where these do not fit, 96: 148 us instead of 170 with
@@ -363,7 +402,7 @@ def _preferred_wide_once(call: AttentionCall, wide: int, *, packs: bool) -> Forw
     """Return good parameters for wide heads without persistence."""
     if forward_plan(call, ForwardParams(share_buffer=True)).pieced:  # ping-pong gains 8 to 15 %
         # Beside much wider values, which share no buffer, 64 keys took 105 us instead of 118 with 96.
-        many = 64 if _has_much_wider_values(call) else 96
+        many = 64 if has_much_wider_values(call) else 96
         return ForwardParams(kv_block=128 if wide <= 160 else many, share_buffer=True)
     if wide > 192:
         # At head_dim 256 the output fits only in the buffer of the queries, and ping-pong costs 2 %.
@@ -421,58 +460,4 @@ def _arguments_reason(call: AttentionCall) -> str | None:
     # Without a bias the kernel takes the maximum before it scales: only a positive scale keeps the order.
     if call.rules.scale <= 0:
         return f"scale must be positive for 'mosaic_gpu', got {call.rules.scale}; use 'xla'."
-    return None
-
-
-def _packing_fault(plan: ForwardPlan, call: AttentionCall) -> str | None:
-    if not plan.params.pack_heads:
-        return None
-    of_group, warpgroups = plan.heads // plan.groups, plan.params.warpgroups
-    if of_group % warpgroups:
-        return f"pack_heads=True needs a multiple of {warpgroups} heads per group; this call has {of_group}"
-    # A tile has one range of blocks, and one copy of each array by key, for all its heads.
-    shared = plan.hides and call.attention_mask is not None and call.attention_mask[1] > 1
-    if shared or (plan.key_bias and call.bias is not None and call.bias[1] > 1):
-        return "pack_heads=True needs a mask and a key bias that all heads share"
-    return None
-
-
-def _sharing_fault(plan: ForwardPlan, call: AttentionCall) -> str | None:
-    # Queries take as many columns of shared memory as the output, and products with keys as much longer.
-    if plan.params.share_buffer and _has_much_wider_values(call):
-        return (
-            f"share_buffer=True needs values that are at most a third wider than queries; they have {call.value[3]} "
-            f"columns, and queries {call.query[3]}"
-        )
-    return None
-
-
-def _has_much_wider_values(call: AttentionCall) -> bool:
-    """Return whether values are more than a third wider than queries."""
-    return 4 * call.query[3] < 3 * call.value[3]
-
-
-def _block_fault(plan: ForwardPlan) -> str | None:
-    # Copies to shared memory start at multiples of 128 bytes, and arrays by key have 4 bytes per key. Other blocks
-    # crashed the process.
-    by_key = plan.segments or plan.key_bias or plan.key_mask
-    if plan.params.kv_block % 32 and (plan.mask or by_key):
-        what = "a mask" if plan.mask else "segment ids" if plan.segments else "a bias or mask of keys"
-        return f"kv_block must be a multiple of 32 with {what}, got {plan.params.kv_block}"
-    return None
-
-
-def _shared_memory_fault(plan: ForwardPlan) -> str | None:
-    needed = plan.shared_bytes()
-    if needed > SHARED_MEMORY:
-        return f"it needs {needed} bytes of shared memory; a block of threads has at most {SHARED_MEMORY}"
-    return None
-
-
-def _register_fault(plan: ForwardPlan) -> str | None:
-    block, available = plan.params.kv_block, REGISTERS[plan.params.warpgroups][1]
-    # Logits, weights in 16 bits, and the output: 128 threads share 64 rows of each.
-    needed = block // 2 + block // 4 + plan.value_dim // 2 + _REGISTERS_LEFT
-    if needed > available:
-        return f"it needs about {needed} registers per thread; {available} are available"
     return None

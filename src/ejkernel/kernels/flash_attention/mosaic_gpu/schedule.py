@@ -17,6 +17,7 @@ from .plan import ForwardPlan
 # causal forwards at head_dim 64 with 1,024 to 8,192 queries, within 3 %.
 _TIMES = {(2, 128): (1.21, 1.0), (3, 64): (0.84, 1.4), (3, 128): (1.49, 3.1)}
 _LAST_ROUNDS = 2  # of tiles, which are dealt by length
+_FEW_BLOCKS = 8  # of keys, in a tile of a segment
 _ALIKE = (1.0, 1.0)  # others: prologue and epilogue take about as long as one block of keys
 
 
@@ -30,6 +31,20 @@ def schedule(plan: ForwardPlan) -> np.ndarray | None:
     """
     if plan.programs == plan.tiles:
         return None
+    taken, _ = _dealt(plan)
+    table = np.full((plan.programs, max(map(len, taken)) + 1), plan.tiles, np.int32)
+    for row, tiles in zip(table, taken, strict=True):
+        row[: len(tiles)] = sorted(tiles)
+    return table
+
+
+def longest_share(plan: ForwardPlan) -> float:
+    """Return the estimated time of the busiest block of threads of a persistent forward, in the unit of `tile_work`."""
+    return max(_dealt(plan)[1])
+
+
+def _dealt(plan: ForwardPlan) -> tuple[list[list[int]], list[float]]:
+    """Return the tiles of each block of threads, and the times of all blocks, in any order."""
     work = tile_work(plan)
     taken = [[program] for program in range(plan.programs)]
     loads = [(time, program) for program, time in enumerate(work[: plan.programs].tolist())]
@@ -39,16 +54,14 @@ def schedule(plan: ForwardPlan) -> np.ndarray | None:
         time, program = loads[0]
         taken[program].append(int(tile))
         heapq.heapreplace(loads, (time + float(work[tile]), program))
-    table = np.full((plan.programs, max(map(len, taken)) + 1), plan.tiles, np.int32)
-    for row, tiles in zip(table, taken, strict=True):
-        row[: len(tiles)] = sorted(tiles)
-    return table
+    return taken, [time for time, _ in loads]
 
 
 def tile_work(plan: ForwardPlan) -> np.ndarray:
     """Return the estimated time of each tile, `[plan.tiles]`, from its number of key blocks inside the window.
 
-    Key lengths and ids are ignored. The unit is arbitrary, the same for all sizes in `_TIMES`.
+    Key lengths are ignored. Of segments, whose lengths are unknown, a tile is taken to see a quarter of the keys, or
+    `_FEW_BLOCKS` blocks. The unit is arbitrary, the same for all sizes in `_TIMES`.
     """
     rules, numbers = plan.rules, np.arange(plan.tiles)
     row_tile = plan.row_tiles - 1 - numbers % (plan.row_tiles * plan.bundle) // plan.bundle
@@ -61,6 +74,8 @@ def tile_work(plan: ForwardPlan) -> np.ndarray:
     first = first if plan.slides else first // block * block
     each, ends = _TIMES.get((plan.params.warpgroups, block), _ALIKE)
     blocks: np.ndarray = np.maximum(-(-(last - first) // block), 1)
+    if plan.segments:
+        blocks = np.minimum(blocks, max(-(-plan.keys // (4 * block)), _FEW_BLOCKS))
     return blocks * each + ends
 
 
