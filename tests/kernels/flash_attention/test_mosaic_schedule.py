@@ -12,7 +12,7 @@ from ejkernel.kernels.flash_attention.common import AttentionCall, Rules
 from ejkernel.kernels.flash_attention.mosaic_gpu import plan
 from ejkernel.kernels.flash_attention.mosaic_gpu.forward_support import heuristic
 from ejkernel.kernels.flash_attention.mosaic_gpu.params import ForwardParams
-from ejkernel.kernels.flash_attention.mosaic_gpu.schedule import schedule, tile_work
+from ejkernel.kernels.flash_attention.mosaic_gpu.schedule import longest_share, schedule, tile_work
 
 from .test_mosaic_forward import CAUSAL, Small, assert_close, mosaic, simulated, soon_compiled
 
@@ -23,10 +23,13 @@ PERSISTENT = ForwardParams(persistent=True)
 FULL = Rules(scale=0.1)
 
 
+def called(query, rules=CAUSAL, key_heads=1, **more):
+    key = (*query[:2], key_heads, query[3])
+    return AttentionCall(query=query, key=key, value=key, dtype="bfloat16", rules=rules, platform="gpu", **more)
+
+
 def planned(query, rules=CAUSAL, params=PERSISTENT):
-    key = (*query[:2], 1, query[3])
-    call = AttentionCall(query=query, key=key, value=key, dtype="bfloat16", rules=rules, platform="gpu")
-    return plan.forward_plan(call, params)
+    return plan.forward_plan(called(query, rules), params)
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
@@ -77,12 +80,51 @@ def test_several_blocks_of_threads_compute_all_tiles(mosaic, monkeypatch, params
 
 @pytest.mark.parametrize(("queries", "warpgroups"), [(1024, 2), (1650, 2), (2300, 3), (8192, 3)])
 def test_narrow_causal_calls_have_the_tiles_that_take_less_time(queries, warpgroups):
-    call = AttentionCall(
-        query=(16, queries, 8, 64),
-        key=(16, queries, 8, 64),
-        value=(16, queries, 8, 64),
-        dtype="bfloat16",
-        rules=CAUSAL,
-        platform="gpu",
-    )
-    assert heuristic(call).warpgroups == warpgroups
+    assert heuristic(called((16, queries, 8, 64), key_heads=8)).warpgroups == warpgroups
+
+
+# 128 heads whose tiles of the same rows come together; two rows of tiles less than that; few tiles.
+@pytest.mark.parametrize(
+    ("query", "key_heads", "persistent"),
+    [((16, 1024, 16, 64), 4, True), ((2, 8192, 8, 64), 2, False), ((2, 1024, 16, 128), 4, False)],
+    ids=["many heads", "few heads", "few tiles"],
+)
+def test_forwards_with_segments_are_persistent_if_their_tiles_even_out(query, key_heads, persistent):
+    found = heuristic(called(query, key_heads=key_heads, segments=True))
+    assert (found.persistent, found.heads_first) == (persistent, False)
+
+
+def test_tiles_of_segments_are_taken_to_see_a_part_of_the_keys():
+    call = called((1, 8192, 32, 128), key_heads=8, segments=True)
+    work = tile_work(plan.forward_plan(call, dataclasses.replace(PERSISTENT, kv_block=64)))
+    assert work.max() == 32 + 1  # of 128 blocks of keys
+    assert work.min() == 2 + 1
+
+
+# Four tiles for each block of threads divide unevenly, with the tiles of one head before the next.
+@pytest.mark.parametrize(
+    ("query", "key_heads", "heads_first"),
+    [
+        ((1, 8192, 8, 128), 8, False),
+        ((2, 4096, 8, 192), 8, False),
+        ((1, 8192, 10, 128), 5, True),
+        ((1, 8192, 32, 128), 32, True),
+    ],
+    ids=["uneven", "wide", "even", "many tiles"],
+)
+def test_causal_tiles_come_by_rows_where_heads_divide_unevenly(query, key_heads, heads_first):
+    call = called(query, key_heads=key_heads)
+    params = heuristic(call)
+    assert (params.persistent, params.heads_first) == (True, heads_first)
+    other = dataclasses.replace(params, heads_first=not heads_first)
+    gains = longest_share(plan.forward_plan(call, params)) < longest_share(plan.forward_plan(call, other))
+    assert gains or plan.forward_plan(call, params).tiles > 6 * plan.MULTIPROCESSORS
+
+
+@pytest.mark.parametrize(
+    ("keys", "dim", "block"),
+    [(402, 32, 64), (384, 32, 128), (200, 32, 128), (260, 32, 64), (650, 64, 96), (330, 64, 128), (450, 48, 128)],
+)
+def test_few_keys_are_computed_in_vain_with_a_bias(keys, dim, block):
+    call = called((32, keys, 4, dim), FULL, key_heads=4, bias=(1, 4, keys, keys))
+    assert heuristic(call).kv_block == block

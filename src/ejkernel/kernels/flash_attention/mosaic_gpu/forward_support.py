@@ -31,7 +31,7 @@ _NARROW_WINDOW, _SHORT_WINDOW, _SHORTEST_WINDOW = 512, 128, 64  # keys
 _CAPPED_WITH_POLYNOMIALS = 128  # largest head dimension
 _ALIKE_TILES = 10  # of a head
 _MANY_HEADS = 16  # whose tiles of the same rows come together
-_FEW_ROUNDS = 8  # of tiles
+_FEW_SHARED_TILES, _FEW_ROUNDS = 3, 6  # tiles for each block of threads
 _WIDTHS_WITH_BIAS = {32: {64: 1.06}, 48: {64: 1.1, 96: 1.1}, 64: {64: 1.13, 96: 1.1}}  # times of a key, 128: 1
 _FEW_QUERIES, _MANY_QUERIES = 512, 1536
 _FEW_QUERIES_OF_WIDE_HEADS = 2048
@@ -206,12 +206,13 @@ def _preferred(call: AttentionCall, *, aligned: bool) -> ForwardParams:
 
 def _preferred_for_segments(call: AttentionCall, *, packs: bool) -> ForwardParams:
     """Return a persistent launch if the unknown lengths of a block of threads' tiles even out."""
-    # With many heads whose tiles of the same rows come together, each block of threads gets tiles of all rows: 14 of 18
-    # forwards took 8 to 26 % less, three 2 to 7 % more, with three or four segments. With 8 heads and 8 segments of
-    # 8,192 rows: 152 us instead of 127.
+    # With many heads whose tiles of the same rows come together, each block of threads gets tiles of all rows. Of 28
+    # forwards 21 took 3 to 26 % less; four took 2 to 7 % more, with three or four segments. But with 8 heads and 8
+    # segments of 8,192 rows: 152 us instead of 127, and with two tiles for each block of threads 32 instead of 30.
     params = ForwardParams(pack_heads=packs)
     plan = forward_plan(call, params)
-    if not _evens_out(plan) and plan.bundle < _MANY_HEADS:
+    many = plan.bundle >= _MANY_HEADS and plan.tiles > _FEW_SHARED_TILES * MULTIPROCESSORS
+    if not _evens_out(plan) and not many:
         return params
     few = plan.row_tiles <= _ALIKE_TILES
     return dataclasses.replace(params, persistent=True, query_buffers=2, share_buffer=True, heads_first=few)
@@ -227,15 +228,15 @@ def _evens_out(plan: ForwardPlan) -> bool:
 
 def _with_even_shares(call: AttentionCall, params: ForwardParams) -> ForwardParams:
     """Return the parameters, with the tiles of all heads by rows where those of one head at a time divide unevenly."""
-    # Under a causal mask with about four tiles for each block of threads, seven forwards at D96 to D256 took 5 to 8 %
-    # less, as estimated. At D176 with eight, where the estimate says 4 %, one took as long; more heads at once share
-    # less of the cache.
+    # Under a causal mask with up to five tiles for each block of threads, the estimated gain is within 2 % of the
+    # measured one in 16 forwards at D64 to D256: 2 to 8 % in 14 of them. With eight or more tiles, where it says 2 to
+    # 4 %, two took 0 and 3 % longer: the tiles of more heads at once share less of the cache.
     if not (params.persistent and params.heads_first) or call.rules.right is None or call.segments:
         return params
     one_head, all_heads = (
         forward_plan(call, dataclasses.replace(params, heads_first=first)) for first in (True, False)
     )
-    if one_head.tiles > _FEW_ROUNDS * MULTIPROCESSORS or longest_share(all_heads) > 0.95 * longest_share(one_head):
+    if one_head.tiles > _FEW_ROUNDS * MULTIPROCESSORS or longest_share(all_heads) > 0.985 * longest_share(one_head):
         return params
     return all_heads.params
 
@@ -256,8 +257,9 @@ def _preferred_with_bias(call: AttentionCall) -> ForwardParams:
 
 def _keys_with_bias(call: AttentionCall) -> int:
     """Return the number of keys in a block with which few are computed in vain; smaller blocks take longer for each."""
-    # 402 keys at D32: 28.9 us with 64 instead of 31.0 with 128; 260 keys 28.8 instead of 32.2; 300 at D64 22.5 instead
-    # of 23.7; 650 at D64 41.4 with 96 instead of 44.8. But 200 at D32 12.1 instead of 11.8.
+    # 402 keys at D32: 28.9 us with 64 instead of 31.0 with 128; 260 keys 28.8 instead of 32.2; 180 at D16 21.8 instead
+    # of 25.1; 300 at D64 22.5 instead of 23.7; 650 at D64 41.4 with 96 instead of 44.8. But 320 at D64 101 instead of
+    # 98.
     dim, keys = call.query[3], call.key[1]
     times = next((times for width, times in _WIDTHS_WITH_BIAS.items() if dim <= width), {})
     return min((128, *times), key=lambda block: -(-keys // block) * block * times.get(block, 1.0))
