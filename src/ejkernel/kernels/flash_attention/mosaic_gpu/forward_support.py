@@ -231,7 +231,8 @@ def _with_even_shares(call: AttentionCall, params: ForwardParams) -> ForwardPara
     # Under a causal mask with up to five tiles for each block of threads, the estimated gain is within 2 % of the
     # measured one in 16 forwards at D64 to D256: 2 to 8 % in 14 of them. With eight or more tiles, where it says 2 to
     # 4 %, two took 0 and 3 % longer: the tiles of more heads at once share less of the cache.
-    if not (params.persistent and params.heads_first) or call.rules.right is None or call.segments:
+    usual = params.persistent and params.heads_first and not call.segments
+    if not usual or call.rules.right is None or call.rules.left is not None:
         return params
     one_head, all_heads = (
         forward_plan(call, dataclasses.replace(params, heads_first=first)) for first in (True, False)
