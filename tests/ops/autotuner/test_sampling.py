@@ -36,12 +36,12 @@ def samplings(draw):
 
 
 def run(plan, table, incumbents=(0,)):
-    """Return a finished sampling, and the candidates of each round."""
+    """Return a finished sampling, and the candidates of each round, not in the round's order."""
     sampling, rounds = Sampling(len(table), plan=plan, incumbents=incumbents), []
     while indices := sampling.next_round():
         for index in indices:
             sampling.note(index, table[index][len(rounds)])
-        rounds.append(indices)
+        rounds.append(sorted(indices))
     return sampling, rounds
 
 
@@ -118,7 +118,7 @@ def test_a_restarted_race_is_a_new_race(case):
     while indices := sampling.next_round():
         for index in indices:
             sampling.note(index, table[index][len(again)])
-        again.append(indices)
+        again.append(sorted(indices))
     assert rounds == again
 
 
@@ -172,6 +172,40 @@ def test_the_rest_of_a_round_is_still_to_be_noted():
     sampling = Sampling(3)
     sampling.note(sampling.next_round()[1], 1.0)
     assert sampling.next_round() == [0, 2]
+
+
+def orders(count, rounds=15):
+    """Return the order of each round of equally fast candidates."""
+    sampling, found = Sampling(count, plan=SamplingPlan.fixed(rounds)), []
+    while indices := sampling.next_round():
+        found.append(indices)
+        for index in indices:
+            sampling.note(index, 1.0)
+    return found
+
+
+def test_the_incumbent_is_the_first_to_have_a_sample():
+    assert orders(5)[:2] == [[0, 1, 2, 3, 4]] * 2  # one that does not count, and one that does
+
+
+def test_a_round_keeps_its_order_and_rounds_differ():
+    sampling = Sampling(6, plan=SamplingPlan.fixed(9))
+    for _ in range(2):
+        for index in sampling.next_round():
+            sampling.note(index, 1.0)
+    first, *others = sampling.next_round()
+    sampling.note(first, 1.0)
+    assert sampling.next_round() == others
+    assert len({tuple(order) for order in orders(6)}) > 10
+
+
+def test_a_candidate_that_empties_the_cache_does_not_decide_which_other_is_slow():
+    sampling, last = Sampling(4, plan=SamplingPlan(hopeless=(), keep=())), 3
+    while indices := sampling.next_round():
+        for index in indices:
+            sampling.note(index, 9.0 if index == 3 else [1.0, 1.01, 1.02][index] * (1.7 if last == 3 else 1.0))
+            last = index
+    assert sampling.ranking() == [0, 1, 2, 3]
 
 
 def test_a_failing_incumbent_is_dropped():

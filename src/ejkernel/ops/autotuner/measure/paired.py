@@ -244,9 +244,9 @@ class PairedSampling(Sampling):
         self._more_bytes = more_bytes
         self._may_go_on = may_go_on
 
-    def next_round(self) -> list[int]:
-        """See `Sampling.next_round`; every second round is in reverse order."""
-        return super().next_round()[:: -1 if self._round % 2 else 1]
+    def _in_order(self, indices: list[int]) -> list[int]:
+        """Return them in reverse order in every second round."""
+        return indices[:: -1 if self._round % 2 else 1]
 
     @property
     def progress(self) -> tuple[int, int]:
