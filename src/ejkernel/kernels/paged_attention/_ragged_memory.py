@@ -24,7 +24,7 @@ _OTHER_PROGRAMS = 1.02  # kernels of one form may take this much more, e.g. with
 _SOFT_CAP, _BETWEEN = 1.05, 1.1
 _PARTIAL = 1.12  # queries that fill tiles partly
 _BEYOND = 1.3  # times as many values as by the weights, which are fitted to the smaller blocks of the table
-_SPARE = 4  # registers
+_SPARE = 4  # registers at most
 
 Cells = dict[tuple[int, int], int]  # registers by queries and keys of a block
 
@@ -45,9 +45,11 @@ def memory(call: PagedCall, params: Any) -> Need:
     if registers is None:
         return parts.times(_BEYOND).need(WEIGHTS)
     is_partial = params.block_queries > 8 and params.block_queries % 8 > 0
-    margin = _OTHER_PROGRAMS if is_listed(call, params) else _PARTIAL if is_partial else _BETWEEN
+    listed = is_listed(call, params)
+    margin = _OTHER_PROGRAMS if listed else _PARTIAL if is_partial else _BETWEEN
     margin = margin if call.soft_cap is None else max(margin, _SOFT_CAP)
-    return Need(parts.least, max(parts.least, int((parts.known + REGISTER * (registers + _SPARE)) * margin)))
+    spare = min(_SPARE, registers // 8)
+    return Need(parts.least, max(parts.least, int((parts.known + REGISTER * (registers + spare)) * margin)))
 
 
 def is_listed(call: PagedCall, params: Any) -> bool:
