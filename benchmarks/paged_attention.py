@@ -3,9 +3,9 @@
 
 First the results of batches with random lengths (0, 1, whole pages) against plain JAX in float32, with NaN in every
 slot of the cache without a key, and page indices outside of the cache behind each sequence. Then times. The contenders:
-`mosaic_gpu` with a plan, other numbers of pipeline stages, `xla`, and on contiguous caches cuDNN (of the same lengths,
-padded to the longest), our causal `flash_attention` or, for latent attention, plain JAX. The figure of `paged_plan` is
-that of the arrays that `mosaic_gpu` reads, computed by one kernel, or by XLA.
+`mosaic_gpu` with a plan, other numbers of pipeline stages, `xla`, also with other sizes of blocks, and on contiguous
+caches cuDNN (of the same lengths, padded to the longest), our causal `flash_attention` or, for latent attention, plain
+JAX. The figure of `paged_plan` is that of the arrays that `mosaic_gpu` reads, computed by one kernel, or by XLA.
 
 Each case has its own process. With `--at-once`, several compile side by side, and then one at a time measures.
 `kernel_us` is the sum of the kernels of one call, the median of several; `us` is the host clock's time per call of
@@ -50,6 +50,7 @@ from benchmarks.paged_attention_cases import (
 from benchmarks.paged_attention_checks import CHECKS, checked, relative_error
 from ejkernel import compat
 from ejkernel.kernels.paged_attention.plan import Schedules
+from ejkernel.kernels.paged_attention.xla import XlaParams
 from ejkernel.modules import PagedAttentionConfig, flash_attention, paged_attention
 
 RUNS, CHECKED_TOKENS = 11, 12
@@ -75,17 +76,22 @@ def _narrowed(x: jax.Array, dtype: str) -> jax.Array:
     return jnp.clip(jnp.round(x * SPREAD), -127, 127).astype(dtype) if dtype == "int8" else x.astype(dtype)
 
 
-def ours(case: Case, implementation: str, stages: int | None = None) -> Function:
+def ours(case: Case, implementation: str, params: Any = None) -> Function:
     """Return the call with a plan."""
-    cfg: Any = None
-    if stages is not None:
-        from ejkernel.kernels.paged_attention.mosaic_gpu.plan import MosaicGpuParams
-
-        cfg = PagedAttentionConfig(implementation=implementation, fwd=MosaicGpuParams(stages=stages))
+    cfg = None if params is None else PagedAttentionConfig(implementation=implementation, fwd=params)
     options: dict[str, Any] = case.scales | case.arguments
     if implementation == UNPLANNED:
         return lambda args, plan: paged_attention(*args, implementation=OURS, **options)
     return lambda args, plan: paged_attention(*args, plan=plan, implementation=implementation, cfg=cfg, **options)
+
+
+def others(case: Case, page_size: int) -> dict[str, Function]:
+    """Return the calls with the other parameters of a case."""
+    from ejkernel.kernels.paged_attention.mosaic_gpu.plan import MosaicGpuParams
+
+    stages = {f"{OURS}, {count} stages": ours(case, OURS, MosaicGpuParams(stages=count)) for count in case.stages}
+    sizes = {tokens: XlaParams(block_pages=tokens // page_size, tiles=len(case.lengths)) for tokens in case.blocks}
+    return stages | {f"xla, blocks of {tokens}": ours(case, "xla", own) for tokens, own in sizes.items()}
 
 
 def by_cudnn(case: Case, args: Sequence[jax.Array]) -> tuple[Function, tuple[Any, ...]]:
@@ -212,7 +218,7 @@ def prepared(name: str, page_size: int, only: Sequence[str] = ()) -> Prepared:
     make_plan = functools.partial(plan_of, window=dict(case.options).get("sliding_window"))
     plan = jax.eval_shape(make_plan, *args)
     runs: dict[str, Function] = {OURS: ours(case, OURS)}
-    runs |= {f"{OURS}, {count} stages": ours(case, OURS, count) for count in case.stages}
+    runs |= others(case, page_size)
     runs |= {contender: ours(case, contender) for contender in case.contenders if contender not in DENSE}
     runs = {contender: run for contender, run in runs.items() if not only or contender in {OURS, *only}}
     programs: dict[str, Any] = {}
@@ -221,8 +227,8 @@ def prepared(name: str, page_size: int, only: Sequence[str] = ()) -> Prepared:
             programs[contender] = jax.jit(function).lower(args, plan).compile()
         except Exception as error:  # noqa: BLE001  # a contender's failure is a result, with its reason
             programs[contender] = _reason(error)
-    others = [contender for contender in case.contenders if contender in DENSE and (not only or contender in only)]
-    dense = {contender: _dense(case, contender, args) for contender in others}
+    chosen = [contender for contender in case.contenders if contender in DENSE and (not only or contender in only)]
+    dense = {contender: _dense(case, contender, args) for contender in chosen}
     by_token = case.value_dim is not None and case.queries is not None
     schedules = Schedules(plan.shape, by_token=by_token)
     read = {

@@ -31,6 +31,7 @@ class Case:
     value_dim: int | None = None  # of latent attention: a cache of keys alone
     contenders: tuple[str, ...] = ("xla", CUDNN)
     stages: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()  # tokens of the blocks of `xla`, which takes all sequences at once
 
     @property
     def scales(self) -> dict[str, Any]:
@@ -84,7 +85,7 @@ CASES = {
     "8 x 32k": Case(lengths=(32768,) * 8, contenders=(CUDNN,)),
     "1 x 128k": Case(lengths=(131072,), contenders=(CUDNN,)),
     "64 x 4k, window 1024": Case(lengths=(4096,) * 64, options=(("sliding_window", 1023),), contenders=(), pages=(64,)),
-    "64 x 4k, 4 tokens each": Case(lengths=(4096,) * 64, queries=(4,) * 64, contenders=(), pages=(64,)),
+    "64 x 4k, 4 tokens each": Case(lengths=(4096,) * 64, queries=(4,) * 64, contenders=(), pages=(64,), stages=(4, 5)),
     "64 x 4k, MLA": _latent(64, 4096, 128, (16, 64)),
     "64 x 4k, MLA, 64 heads": _latent(64, 4096, 64),
     "64 x 4k, MLA, 16 heads": _latent(64, 4096, 16),
@@ -114,6 +115,31 @@ CASES = {
     ),
     "4 chunks of 2048, float8": Case(
         lengths=(2048,) * 4, queries=(2048,) * 4, cache="float8_e4m3fn", contenders=("xla",), pages=(64,)
+    ),
+    "2 x 64k, 40/8, D256": Case(
+        lengths=(65536,) * 2,
+        heads=(40, 8),
+        head_dim=256,
+        contenders=("xla",),
+        stages=(2,),
+        blocks=(512, 1024, 2048, 4096, 8192),
+    ),
+    "8 x 2k, 40/8, D256": Case(
+        lengths=(2048,) * 8, heads=(40, 8), head_dim=256, contenders=("xla",), blocks=(512, 1024, 2048)
+    ),
+    "64 x 4k, 16/8, D256": Case(lengths=(4096,) * 64, heads=(16, 8), head_dim=256, contenders=("xla",), stages=(2,)),
+    "64 x 4k, 16/8, D256, int8": Case(
+        lengths=(4096,) * 64, heads=(16, 8), head_dim=256, cache="int8", contenders=(), stages=(2, 3, 4)
+    ),
+    "64 x 2k, 32/32, D96": Case(lengths=(2048,) * 64, heads=(32, 32), head_dim=96, contenders=("xla",), stages=(3,)),
+    "64 x 4k, 64/8, D64, int8": Case(
+        lengths=(4096,) * 64, heads=(64, 8), head_dim=64, cache="int8", contenders=(), stages=(4,)
+    ),
+    "4 chunks of 2048, 16/8, D256": Case(
+        lengths=(2048,) * 4, queries=(2048,) * 4, heads=(16, 8), head_dim=256, contenders=(FLASH, "xla")
+    ),
+    "4 chunks of 2048, 32/32, D96": Case(
+        lengths=(2048,) * 4, queries=(2048,) * 4, heads=(32, 32), head_dim=96, contenders=(FLASH, "xla")
     ),
     "16 x 512": Case(lengths=(512,) * 16, contenders=(CUDNN,), pages=(64,)),
     "tiny": Case(lengths=(40, 7), pages=(16,), contenders=("xla",)),

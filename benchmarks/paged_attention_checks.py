@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.paged_attention_cases import OURS, SPREAD, plan_of
 from ejkernel.modules import paged_attention
 
-CHECKS = ("check decode", "check options", "check narrow", "check mixed")
+CHECKS = ("check decode", "check options", "check narrow", "check mixed", "check columns")
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "page 16": {},
@@ -65,6 +65,51 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "page_size": 64,
         "heads": (12, 4),
     },
+    "D256": {"group": "columns", "head_dim": 256, "heads": (40, 8), "return_lse": True},
+    "D256, page 64, window, cap, sinks": {
+        "group": "columns",
+        "head_dim": 256,
+        "heads": (8, 1),
+        "page_size": 64,
+        "sliding_window": 100,
+        "logits_soft_cap": 3.0,
+        "sinks": True,
+    },
+    "D256, few tokens": {"group": "columns", "head_dim": 256, "heads": (16, 2), "most": 3, "return_lse": True},
+    "D256, mixed": {"group": "columns", "head_dim": 256, "heads": (40, 8), "most": 300, "return_lse": True},
+    "D256, mixed, window, cap": {
+        "group": "columns",
+        "head_dim": 256,
+        "heads": (16, 8),
+        "most": 300,
+        "page_size": 64,
+        "sliding_window": 70,
+        "logits_soft_cap": 3.0,
+        "sinks": True,
+    },
+    "D256, int8, mixed": {
+        "group": "columns",
+        "head_dim": 256,
+        "heads": (16, 8),
+        "cache": "int8",
+        "most": 300,
+        "scaled": True,
+    },
+    "D256, float8": {"group": "columns", "head_dim": 256, "cache": "float8_e4m3fn", "scaled": True, "return_lse": True},
+    "D192, page 8": {"group": "columns", "head_dim": 192, "page_size": 8, "return_lse": True},
+    "D96": {"group": "columns", "head_dim": 96, "heads": (32, 32), "return_lse": True},
+    "D96, page 64, mixed": {"group": "columns", "head_dim": 96, "heads": (8, 8), "page_size": 64, "most": 300},
+    "D80, page 8, mixed, lse": {
+        "group": "columns",
+        "head_dim": 80,
+        "heads": (8, 8),
+        "page_size": 8,
+        "most": 300,
+        "return_lse": True,
+    },
+    "D80, int8": {"group": "columns", "head_dim": 80, "heads": (8, 8), "cache": "int8", "scaled": True},
+    "D112, float8, mixed": {"group": "columns", "head_dim": 112, "cache": "float8_e4m3fn", "most": 300},
+    "D16, page 64, mixed": {"group": "columns", "head_dim": 16, "page_size": 64, "most": 300},
 }
 
 

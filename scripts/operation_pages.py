@@ -283,6 +283,7 @@ CALLS: dict[str, Page] = {
             {
                 "prefill of 4,096 tokens": {"tokens": 4096},
                 "`head_dim` of 64": {"dim": 64},
+                "`head_dim` of 80": {"dim": 80},
                 "`head_dim` of 256": {"dim": 256},
                 "`value_dim` (latent attention)": {"dim": 576, "kinds": 1, "value_dim": 512},
                 "int8 cache": {"cache": "int8", "k_scale": 0.02, "v_scale": 0.02},

@@ -97,6 +97,17 @@ SUBJECT = Subject(
         "int8": call_of(MIXED, page=8, head_dim=64, cache="int8", scaled=True),
         "float8": call_of(DECODE, page=8, head_dim=64, cache="float8_e4m3fn", scaled=True),
         "pages of 8": call_of(MIXED, page=8, head_dim=64, tokens=20, sinks=True, sliding_window=5, return_lse=True),
+        "256 columns": call_of(
+            MIXED,
+            page=8,
+            heads=(8, 1),
+            head_dim=256,
+            sinks=True,
+            sliding_window=5,
+            logits_soft_cap=3.0,
+            return_lse=True,
+        ),
+        "80 columns, int8": call_of(MIXED, page=8, heads=(3, 3), head_dim=80, cache="int8", scaled=True),
         "latent": call_of(MIXED, heads=(4, 1), keys_only=True, head_dim=12, value_dim=8),
         "latent, wide": call_of(
             MIXED, page=8, heads=(20, 1), keys_only=True, head_dim=192, value_dim=128, tokens=20, sliding_window=5
@@ -109,9 +120,16 @@ SUBJECT = Subject(
         "tpu_ragged": Backend(dtypes=("bfloat16",)),
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3},
-    spaces={"64 decodes": in_use(64, 64, 256), "prefill": in_use(8, 2048, 64)},
+    spaces={
+        "64 decodes": in_use(64, 64, 256),
+        "2 decodes of 256 columns": in_use(2, 2, 1024, page=(64, 8, 2, 256), heads=40),
+        "prefill": in_use(8, 2048, 64),
+    },
     odd={
         "odd decodes": in_use(7, 7, 37, page=(8, 3, 2, 64), heads=21, sliding_window=101),
+        "odd decodes, 96 columns": in_use(7, 7, 37, page=(8, 3, 2, 96), heads=15),
+        "odd prefill, 80 columns": in_use(5, 333, 37, page=(16, 3, 2, 80), heads=21, sliding_window=101),
+        "odd prefill, 256 columns": in_use(5, 333, 37, page=(8, 1, 2, 256), heads=7),
         "odd prefill, latent": in_use(5, 333, 37, page=(8, 1, 1, 320), heads=20, value_dim=256),
     },
 )

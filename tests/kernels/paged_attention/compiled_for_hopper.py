@@ -28,13 +28,24 @@ def calls():
     yield "mixed", 1000, 32, 8, 128, 16, False
     yield "mixed, all options, head_dim 64", 1000, 12, 4, 64, 64, True
     yield "mixed, int8", 1000, 32, 8, 128, 16, False, "int8"
+    yield "decode, head_dim 256", 16, 40, 8, 256, 16, False
+    yield "decode, head_dim 256, all options", 16, 8, 1, 256, 64, True
+    yield "few tokens, head_dim 256", 64, 32, 4, 256, 16, False
+    yield "decode, head_dim 256, int8", 16, 40, 8, 256, 16, False, "int8"
+    yield "decode, head_dim 96", 16, 32, 32, 96, 16, False
+    yield "decode, head_dim 96, float8", 16, 32, 32, 96, 16, False, "float8_e4m3fn"
+    yield "mixed, head_dim 256", 1000, 40, 8, 256, 16, False
+    yield "mixed, all options, head_dim 256", 1000, 16, 8, 256, 64, True
+    yield "mixed, head_dim 96", 1000, 32, 32, 96, 16, False
+    yield "mixed, head_dim 80", 1000, 32, 32, 80, 64, False
+    yield "mixed, head_dim 192", 1000, 32, 8, 192, 16, False
 
 
 def main() -> None:
     target = Target.named("nvidia_h200")
     for name, tokens, heads, kv_heads, head_dim, page_size, with_all, *cache in calls():
         like = jax.ShapeDtypeStruct
-        values = None if head_dim <= 128 else 512
+        values = 512 if head_dim == 576 else None
         kinds = 2 if values is None else 1
         pages = like((SEQUENCES * COLUMNS, page_size, kv_heads, kinds, head_dim), *(cache or ["bfloat16"]))
         integers = (like(shape, "int32") for shape in ((SEQUENCES, COLUMNS), (SEQUENCES + 1,), (SEQUENCES,)))

@@ -18,7 +18,7 @@ from ejkernel import compat
 from ejkernel.kernels.paged_attention import reference, schedule
 from ejkernel.kernels.paged_attention.common import PagedCall
 from ejkernel.kernels.paged_attention.mosaic_gpu.implementation import MosaicGpu
-from ejkernel.kernels.paged_attention.mosaic_gpu.plan import MosaicGpuParams
+from ejkernel.kernels.paged_attention.mosaic_gpu.plan import MosaicGpuParams, launch_plan
 from ejkernel.modules import PagedAttention, append_to_pages
 
 OUTSIDE = (-1, 10**9, -(2**31), 2**31 - 1)
@@ -93,11 +93,29 @@ def assert_near(found, wanted):
         ({"page": 8, "window": 40}, {"sliding_window": 40, "k_scale": 0.5, "v_scale": jnp.array([2.0, 0.5])}),
         ({"cache": "float8_e4m3fn"}, {"k_scale": 0.5, "sinks": jnp.linspace(-1, 1, 4)}),
         ({"cache": "int8", "page": 8, "head_dim": 128, "window": 40}, {"sliding_window": 40, "k_scale": 0.02}),
+        ({"head_dim": 256, "heads": (8, 1)}, {"logits_soft_cap": 2.0, "sinks": jnp.linspace(-1, 1, 8)}),
+        ({"head_dim": 192, "heads": (5, 1), "page": 8, "window": 40}, {"sliding_window": 40, "v_scale": 0.5}),
+        ({"head_dim": 96, "heads": (6, 2), "page": 64}, {"logits_soft_cap": 2.0, "sinks": jnp.linspace(-1, 1, 6)}),
+        ({"head_dim": 80, "heads": (2, 2), "page": 8, "window": 40}, {"sliding_window": 40, "k_scale": 0.5}),
+        ({"head_dim": 16, "heads": (7, 1)}, {}),
+        ({"cache": "int8", "head_dim": 256, "heads": (4, 1)}, {"k_scale": 0.02, "sinks": jnp.linspace(-1, 1, 4)}),
+        ({"cache": "float8_e4m3fn", "head_dim": 112, "page": 8, "window": 40}, {"sliding_window": 40, "v_scale": 0.5}),
     ],
 )
 def test_decode_of_all_lengths_is_right_and_unused_values_never_matter(shape, options):
     lengths = [0, 1, 15, 16, 17, 64, 65, 200]
     assert_near(*results(poisoned(lengths, [1] * 8, padding=0, **shape), **options))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("head_dim", [96, 256])
+def test_any_number_of_query_heads_shares_a_kv_head(group, head_dim):
+    """With one and with several tokens of a sequence in decode."""
+    shape = {"heads": (2 * group, 2), "head_dim": head_dim, "padding": 0}
+    assert_near(*results(poisoned([70, 9], [1, 1], **shape)))
+    assert_near(*results(poisoned([70, 9], [2, 1], **shape)))
 
 
 @pytest.mark.slow
@@ -143,13 +161,19 @@ def test_latent_attention_to_a_cache_of_8_bits():
 @pytest.mark.slow
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize(
-    ("cache", "queries", "spare_pages"),
-    [("float8_e4m3fn", (1, 0, 40, 7), 40), ("int8", (1, 0, 40, 7), 0), ("int8", (3, 2, 1, 2), 0)],
+    ("cache", "queries", "spare_pages", "head_dim"),
+    [
+        ("float8_e4m3fn", (1, 0, 40, 7), 40, 64),
+        ("int8", (1, 0, 40, 7), 0, 64),
+        ("int8", (3, 2, 1, 2), 0, 64),
+        ("int8", (1, 0, 40, 7), 0, 256),
+        ("float8_e4m3fn", (1, 0, 40, 7), 0, 80),
+    ],
 )
-def test_decode_and_prefill_share_a_batch_with_a_cache_of_8_bits(cache, queries, spare_pages):
+def test_decode_and_prefill_share_a_batch_with_a_cache_of_8_bits(cache, queries, spare_pages, head_dim):
     """The copy for prefill has the pages of the table, in its order, if the cache has more; otherwise all pages."""
     window = 20 if spare_pages else None
-    args = poisoned([3, 30, 90, 15], queries, window=window, cache=cache)
+    args = poisoned([3, 30, 90, 15], queries, window=window, cache=cache, head_dim=head_dim)
     args = args[0], jnp.pad(args[1], ((0, spare_pages), *[(0, 0)] * 4)), *args[2:]
     scales = {"k_scale": 0.02, "v_scale": jnp.array([0.5, 2.0])}
     assert_near(*results(args, sliding_window=window, sinks=jnp.linspace(-1, 1, 4), **scales))
@@ -185,11 +209,20 @@ def test_tokens_that_were_quantised_into_the_cache_are_attended_to():
 @pytest.mark.slow
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize(
-    ("queries", "window"),
-    [((1, 0, 40, 1, 7, 20), None), ((1, 0, 40, 1, 7, 20), 20), ((3, 2, 1, 4, 3, 3), None), ((0, 2, 0, 1, 1, 0), None)],
+    ("queries", "window", "head_dim"),
+    [
+        ((1, 0, 40, 1, 7, 20), None, 64),
+        ((1, 0, 40, 1, 7, 20), 20, 64),
+        ((3, 2, 1, 4, 3, 3), None, 64),
+        ((0, 2, 0, 1, 1, 0), None, 64),
+        ((1, 0, 40, 1, 7, 20), None, 256),
+        ((3, 2, 1, 4, 3, 3), None, 256),
+        ((1, 0, 40, 1, 7, 20), 20, 112),
+        ((3, 2, 1, 4, 3, 3), 20, 80),
+    ],
 )
-def test_decode_and_prefill_share_a_batch(queries, window):
-    args = poisoned([1, 30, 90, 129, 15, 64], queries, window=window)
+def test_decode_and_prefill_share_a_batch(queries, window, head_dim):
+    args = poisoned([1, 30, 90, 129, 15, 64], queries, window=window, head_dim=head_dim)
     assert_near(*results(args, sliding_window=window, sinks=jnp.linspace(-1, 1, 4)))
 
 
@@ -233,11 +266,12 @@ def test_heads_of_one_device_under_shard_map():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", ["bfloat16", "int8"])
-def test_kernels_that_write_to_one_output_are_apart_from_slices(cache):
+@pytest.mark.parametrize(("cache", "head_dim"), [("bfloat16", 64), ("int8", 64), ("int8", 80), ("float8_e4m3fn", 16)])
+def test_kernels_that_write_to_one_output_are_apart_from_slices(cache, head_dim):
+    """With few columns, the numbers of one token do not divide evenly over the threads that widen them."""
     if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
-    args = poisoned([1, 30, 70], [1, 3, 1], cache=cache)
+    args = poisoned([1, 30, 70], [1, 3, 1], cache=cache, head_dim=head_dim)
     call = PagedAttention().describe(*args, *[None] * 4, softmax_scale=64**-0.5)
 
     def run(*args):
@@ -253,6 +287,15 @@ def test_kernels_that_write_to_one_output_are_apart_from_slices(cache):
     [
         ([300, 70], (170, 1), {"page": 64, "head_dim": 128, "heads": (3, 1)}, {}),
         ([200, 90], (90, 70), {"page": 8, "heads": (8, 1), "window": 100}, {"sliding_window": 100, "v_scale": 0.5}),
+        ([300, 70], (170, 1), {"page": 64, "head_dim": 256, "heads": (4, 1)}, {"logits_soft_cap": 2.0}),
+        (
+            [200, 90],
+            (90, 70),
+            {"head_dim": 256, "heads": (2, 1), "window": 100},
+            {"sliding_window": 100, "v_scale": 0.5},
+        ),
+        ([300, 70], (170, 1), {"page": 8, "head_dim": 96, "heads": (2, 2)}, {"sinks": jnp.linspace(-1, 1, 2)}),
+        ([200, 90], (90, 70), {"page": 64, "head_dim": 192, "heads": (3, 1)}, {}),
     ],
 )
 def test_chunks_of_several_tiles_and_blocks_are_right(lengths, queries, shape, options):
@@ -322,7 +365,8 @@ def test_short_batches_have_the_schedule_of_long_ones(monkeypatch, queries):
         ({"pages": (16384, 16, 8, 1, 128), "value_dim": 64}, "takes one KV head"),
         ({**LATENT, "q": (64, 256, 576)}, "up to 128 query heads, got 1 and 256"),
         ({**LATENT, "value_dim": 576}, "value_dim=576 with head_dim=576"),
-        ({"q": (64, 32, 256), "pages": (16384, 16, 8, 2, 256)}, "head_dim of 64 or 128, got 256"),
+        ({"q": (64, 32, 72), "pages": (16384, 16, 8, 2, 72)}, "multiple of 16 up to 256, got 72"),
+        ({"q": (64, 32, 272), "pages": (16384, 16, 8, 2, 272)}, "multiple of 16 up to 256, got 272"),
         ({"pages": (16384, 48, 8, 2, 128)}, "pages of 8, 16, 32 or a multiple of 64 tokens, got 48"),
         ({"q": (64, 1024, 128)}, "up to 64 query heads per KV head, got 128"),
         ({"pages": (2**27, 16, 8, 2, 128)}, "counts tokens of the cache"),
@@ -337,14 +381,15 @@ def test_calls_that_the_kernels_do_not_support_are_refused_with_a_reason(changes
 
 @pytest.mark.parametrize("heads", [(32, 8), (64, 1), (3, 3)])
 @pytest.mark.parametrize("tokens", [64, 200, 5000])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_the_heuristic_and_the_space_fit_in_shared_memory(heads, tokens, head_dim):
     pages = (*CALL.pages[:2], heads[1], 2, head_dim)
     call, own = dataclasses.replace(CALL, q=(tokens, heads[0], head_dim), pages=pages), MosaicGpu()
     space = own.space(call)
     assert own.heuristic(call) in space
     assert [params for params in space if own.params_fault(call, params) is not None] == []
-    assert len(space) == len(set(space)) > 1
+    assert len(space) == len(set(space))
+    assert len(space) > 1 or (head_dim, heads) == (256, (64, 1))
 
 
 @pytest.mark.parametrize(
@@ -355,11 +400,32 @@ def test_the_heuristic_and_the_space_fit_in_shared_memory(heads, tokens, head_di
         ("bfloat16", 16, 64, 4),
         ("int8", 16, 128, 3),
         ("float8_e4m3fn", 64, 128, 3),
+        ("int8", 16, 64, 6),
     ],
 )
 def test_the_heuristic_has_the_fastest_measured_number_of_stages(cache, page_size, head_dim, stages):
     sizes = {"q": (64, 32, head_dim), "pages": (16384, page_size, 8, 2, head_dim), "cache_dtype": cache}
     assert MosaicGpu().heuristic(dataclasses.replace(CALL, **sizes)).stages == stages
+
+
+@pytest.mark.parametrize(
+    ("cache", "head_dim", "stages", "shares"),
+    [
+        ("bfloat16", 96, 2, 1),
+        ("bfloat16", 128, 2, 1),
+        ("bfloat16", 192, 2, 1),
+        ("bfloat16", 256, 3, 2),
+        ("int8", 128, 3, 1),
+        ("int8", 256, 6, 2),
+    ],
+)
+def test_a_program_takes_two_shares_if_it_has_a_multiprocessor_alone(cache, head_dim, stages, shares):
+    """It has as many stages as fit in shared memory then."""
+    sizes = {"q": (64, 40, head_dim), "pages": (16384, 16, 8, 2, head_dim), "cache_dtype": cache}
+    call = dataclasses.replace(CALL, **sizes)
+    params = MosaicGpu().heuristic(call)
+    plan = launch_plan(call, params, 1)
+    assert (params.stages, plan.shares, plan.programs) == (stages, shares, 264 // shares)
 
 
 def test_latent_attention_has_one_configuration():

@@ -89,10 +89,6 @@ class Hopper:
         """Start a copy that adds a tile in shared memory to one in global memory."""
         plgpu.copy_smem_to_gmem(source, target, reduction_op="add")
 
-    def store_to_memory(self, source: Any, target: Any) -> None:
-        """Start a copy of a tile from shared to global memory."""
-        plgpu.copy_smem_to_gmem(source, target)
-
     def uniform(self, number: Any) -> Any:
         """Return a number that all threads share, in a register that they share."""
         return compat.kernels.uniform(number)
@@ -114,9 +110,9 @@ class Hopper:
     def order_reads(self) -> None:
         """Order reads of shared memory before copies that overwrite it: the arrival that follows does so."""
 
-    def load_pairs(self, buffer: Any, stage: Any, columns: Any, *, transposed: bool = False) -> jax.Array:
-        """Return columns of a stage of an `aliased` buffer whose second view has pairs of 8-bit numbers, as int16."""
-        pairs = buffer[1].at[stage, :, columns]
+    def load_pairs(self, buffer: Any, at: tuple[Any, ...], columns: Any, *, transposed: bool = False) -> jax.Array:
+        """Return columns of a matrix of an `aliased` buffer whose second view has pairs of 8-bit numbers, as int16."""
+        pairs = buffer[1].at[(*at, slice(None), columns)]
         loaded: jax.Array = plgpu.load(
             pairs.transpose((1, 0)) if transposed else pairs, layout=plgpu.Layout.WGMMA, optimized=False
         )
@@ -204,10 +200,6 @@ class Interpreter:
         """See `Hopper.add_to_memory`; the interpreter runs one block of threads after another."""
         target[...] = target[...] + source[...]
 
-    def store_to_memory(self, source: Any, target: Any) -> None:
-        """See `Hopper.store_to_memory`."""
-        target[...] = source[...]
-
     def uniform(self, number: Any) -> Any:
         """See `Hopper.uniform`."""
         return number
@@ -230,9 +222,9 @@ class Interpreter:
         """See `Hopper.order_reads`; the race detector wants a fence, as after writes."""
         plgpu.commit_smem()
 
-    def load_pairs(self, buffer: Any, stage: Any, columns: Any, *, transposed: bool = False) -> jax.Array:
+    def load_pairs(self, buffer: Any, at: tuple[Any, ...], columns: Any, *, transposed: bool = False) -> jax.Array:
         """See `Hopper.load_pairs`; `buffer` has the first view's type."""
-        block = buffer[stage]
+        block = buffer[at]
         pairs = lax.bitcast_convert_type(block.reshape(len(block), -1, 2), jnp.int16)
         pairs = lax.slice_in_dim(pairs, columns.start, columns.start + columns.size, axis=1)
         return pairs.T if transposed else pairs

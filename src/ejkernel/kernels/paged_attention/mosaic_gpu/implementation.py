@@ -19,8 +19,7 @@ from ejkernel.ops.utils.values.signature import is_known
 from . import latent_plan, launch
 from .plan import LaunchPlan, MosaicGpuParams, as_run, is_widened, launch_plan
 
-_HEAD_DIMS = (64, 128)
-_PER_BLOCK = (233_472 - 2 * 1024) // 2  # bytes of shared memory, if two blocks of threads share a multiprocessor
+_HEAD_DIMS = range(16, 257, 16)
 _LATENT = MosaicGpuParams(stages=2, query_buffers=1)  # of latent attention: more does not fit in shared memory
 _LARGEST = 2**31 - 2**16  # tokens are counted in int32
 _LARGEST_COPY = 2**32  # bytes of a 16-bit copy of an 8-bit cache
@@ -52,16 +51,19 @@ class MosaicGpu(Implementation[PagedCall]):
         return None
 
     def heuristic(self, call: PagedCall) -> MosaicGpuParams:
-        """Return the most stages that save time in decode while two blocks of threads share a multiprocessor."""
+        """Return the most stages that save time in decode while two blocks of threads share a multiprocessor.
+
+        If two do not fit, the stages of one are the most that do: its consumer needs most of one.
+        """
         if call.value_dim is not None:
             return _LATENT
         decode = tile_sizes(call.q[0], call.table[0], call.q[1], call.pages[2]).short
-        for params in _choices():
+        fitting = [params for params in _choices() if self.params_fault(call, params) is None]
+        for params in fitting:
             plan = launch_plan(call, params, decode)
-            fits = plan.shared_bytes <= _PER_BLOCK and self.params_fault(call, params) is None
-            if fits and plan.stages * plan.stage_bytes <= _most_in_flight(plan):
+            if plan.shares == 1 and (plan.stages == 2 or plan.stages * plan.copied_bytes <= _most_in_flight(plan)):
                 return params
-        return MosaicGpuParams(stages=2, query_buffers=1)
+        return fitting[0]
 
     def space(self, call: PagedCall) -> list[MosaicGpuParams]:
         """Return the numbers of stages that fit in shared memory."""
@@ -106,7 +108,7 @@ def _arguments_reason(call: PagedCall) -> str | None:
 
 def _values_reason(call: PagedCall) -> str | None:
     if call.q[2] not in _HEAD_DIMS:
-        return f"'mosaic_gpu' needs a head_dim of 64 or 128, got {call.q[2]}; pad a smaller one, or use 'xla'."
+        return f"'mosaic_gpu' needs a head_dim that is a multiple of 16 up to 256, got {call.q[2]}; use 'xla'."
     if call.group > MOST_ROWS:
         return f"'mosaic_gpu' takes up to {MOST_ROWS} query heads per KV head, got {call.group}; use 'xla'."
     return None
@@ -126,7 +128,7 @@ def _most_in_flight(plan: LaunchPlan) -> int:
     # bfloat16 with 2, 3 and 4: 244.9, 247.4, 250.2 us. Pages of 64: int8 142.1, 137.0, 140.2, 144.9 us.
     if plan.is_narrow:
         return 3 * 2**14
-    return 2 * 2**15 if plan.copies > 1 else hopper.SHARED_MEMORY
+    return 2 * 2**15 if plan.key_copies > 1 else hopper.SHARED_MEMORY
 
 
 def _choices() -> list[MosaicGpuParams]:

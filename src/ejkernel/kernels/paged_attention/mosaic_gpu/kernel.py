@@ -3,12 +3,14 @@
 
 Both products are transposed: keys are the rows of the first, and columns of values those of the second. A product then
 costs as many columns as a tile has rows, e.g. 8 in decode instead of 64. Copies take longer than products, so one
-consumer warpgroup suffices, and two blocks of threads fit on a multiprocessor.
+consumer warpgroup suffices, and two blocks of threads fit on a multiprocessor. With many columns one fits, and takes
+twice as many blocks of keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +20,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel import compat
 from ejkernel.kernels._hopper.backend import Backend, backend_for
-from ejkernel.kernels._hopper.device import quotient
+from ejkernel.kernels._hopper.device import quotient, remainder
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu
 from ejkernel.kernels._hopper.pipeline import producer_tail
 from ejkernel.kernels._numbers import LOG2_E
@@ -36,6 +38,7 @@ from .memory import (
     Work,
     across,
     cache_row,
+    columns_from,
     item_of,
     piece_types,
 )
@@ -62,7 +65,7 @@ class Results(NamedTuple):
 class State(NamedTuple):
     """Running sums of the softmax of a tile."""
 
-    acc: tuple[Any, ...]  # [head_dim, rows], or its even and its odd rows
+    acc: Sequence[Any]  # [PIECE, rows] for each piece; with 8 bits those of a unit have its even and its odd columns
     top: Any  # [rows], to the base 2
     total: Any  # [BLOCK, rows]: summed over the first axis at the end, since that needs several warps
 
@@ -79,9 +82,9 @@ def run(plan: LaunchPlan, inputs: Inputs, items: int, interpret: Any = None) -> 
     kernel = _Kernel(plan, backend_for(interpret))
     like: Any = jax.ShapeDtypeStruct
     types = Results(
-        out=like((plan.tokens, plan.heads, plan.head_dim), plan.dtype),
+        out=like((plan.tokens, plan.heads, plan.out_dim), plan.dtype),
         lse=like((items, plan.rows), jnp.float32) if plan.return_lse else None,
-        shares=like((2 * plan.programs, plan.head_dim, plan.rows), jnp.float32),
+        shares=like((2 * plan.programs, plan.width, plan.rows), jnp.float32),
         share_lse=like((2 * plan.programs, plan.rows), jnp.float32),
     )
     leaves, structure = jax.tree.flatten(types)
@@ -109,11 +112,10 @@ class _Kernel:
     def run(self, inputs: Inputs, results: Results, memory: tuple[Buffers, Barriers]) -> None:
         """Run this warpgroup as producer or consumer."""
         self.inputs, self.results, (self.buffers, self.barriers) = inputs, results, memory
-        cache = self.buffers.cache
-        self.blocks = self.backend.views(cache, 2)[0] if self.plan.is_narrow else cache
+        self.blocks, self.units = self.backend.views(self.buffers.cache, 2)
         self.q_tiles, self.q_rows = self.backend.views(self.buffers.q, 2)
         self.program = lax.axis_index(PROGRAM)
-        self.work = Work.of(inputs.programs, self.program)
+        self.work = Work.of(inputs.programs, self.program, self.plan.shares)
         dispatch_warpgroup(lax.axis_index(WARPGROUP), 1, None, producer=self._produce, consumer=self._consume)
 
     def _each_item(self, body: Callable[[Item, Any], Any], step: Any) -> Any:
@@ -142,7 +144,8 @@ class _Kernel:
                 pl.ds(token * plan.group_rows, plan.group_rows),
             )
             for piece in range(plan.pieces):
-                source = self.inputs.q.at[at, heads, pl.ds(piece * PIECE, PIECE)]
+                columns = columns_from(self.inputs.q, piece * PIECE, PIECE, item.token)
+                source = self.inputs.q.at[at, heads, columns]
                 plgpu.copy_gmem_to_smem(source, self.q_rows.at[slot, piece, rows], pipeline.full.at[slot])
         low, high = self.work.span(item)
         return lax.fori_loop(low, high, lambda block, step: self._copy_block(item, block, step), step)
@@ -150,19 +153,28 @@ class _Kernel:
     def _copy_block(self, item: Item, block: Any, step: Any) -> Any:
         plan, pipeline = self.plan, self.barriers.cache
         size = min(BLOCK, plan.page_size)
-        keys = [block * BLOCK + copy * size for copy in range(plan.copies)]
+        keys = [block * BLOCK + copy * size for copy in range(plan.key_copies)]
         # Before the wait, which hides their latency.
         sizes, table = (plan.pages, plan.page_size, size), self.inputs.table
         rows = [cache_row(*sizes, table, item.sequence, key) for key in keys]
         stage = pipeline.producer_acquire(step)
         for copy, (key, row) in enumerate(zip(keys, rows, strict=True)):
-            source = self.inputs.cache.at[pl.ds(row, size), item.head]
-            target = self.blocks.at[stage, pl.ds(copy * size, size)]
-            if plan.copies == 1:
-                plgpu.copy_gmem_to_smem(source, target, pipeline.full.at[stage])
-            else:
-                self.backend.copy_if(key < item.stop, source, target, pipeline.full.at[stage])
+            for source, target in self._copies(item, pl.ds(row, size), stage, pl.ds(copy * size, size)):
+                if plan.key_copies == 1:
+                    plgpu.copy_gmem_to_smem(source, target, pipeline.full.at[stage])
+                else:
+                    self.backend.copy_if(key < item.stop, source, target, pipeline.full.at[stage])
         return step + 1
+
+    def _copies(self, item: Item, rows: Any, stage: Any, keys: Any) -> Iterator[tuple[Any, Any]]:
+        """Yield the sources and targets of copies of these rows of the cache to these keys of a stage."""
+        plan, cache = self.plan, self.inputs.cache
+        if plan.is_whole:
+            yield cache.at[rows, item.head], self.blocks.at[stage, keys]
+            return
+        for kind, unit in itertools.product(range(2), range(plan.units)):
+            columns = columns_from(cache, unit * plan.unit, plan.unit, stage)
+            yield cache.at[rows, 2 * item.head + kind, columns], self.blocks.at[stage, kind * plan.units + unit, keys]
 
     # Consumer.
 
@@ -180,8 +192,7 @@ class _Kernel:
         pipeline.consumer_wait(self.slot)
         low, high = self.work.span(item)
         state = State(
-            (plgpu.layout_cast(jnp.full((plan.head_dim // plan.parts, plan.rows), 0, jnp.float32), LAYOUT),)
-            * plan.parts,
+            [plgpu.layout_cast(jnp.full((PIECE, plan.rows), 0, jnp.float32), LAYOUT)] * plan.pieces,
             plgpu.layout_cast(jnp.full((plan.rows,), _LOWEST, jnp.float32), BY_ROW),
             plgpu.layout_cast(jnp.full((BLOCK, plan.rows), 0, jnp.float32), LAYOUT),
         )
@@ -216,31 +227,44 @@ class _Kernel:
         if pairs is None:
             self._clear_hidden_values(item, block, stage)
         plgpu.commit_smem()
-        if pairs is None:
-            columns = pl.ds(plan.value_column, plan.head_dim)
-            values = [self.buffers.cache.at[stage, :, columns].transpose((1, 0))]
-        else:
+        wide: list[Any] = []
+        if pairs is not None:
             pipeline.consumer_release(stage)  # the values are in registers
-            values = list(backend.widened_pairs(pairs, plan.cache_dtype))
+            wide = [part for unit in pairs for part in backend.widened_pairs(unit, plan.cache_dtype)]
 
         def multiply(sums: Any) -> None:
+            # Here, because Pallas cannot lower accumulators beside indices that are constants outside.
+            values = wide or [self._unit(stage, 1, unit).transpose((1, 0)) for unit in range(plan.units)]
             for part, value in zip(sums, values, strict=True):
                 backend.multiply(part, value, self.buffers.weights.transpose((1, 0)))
 
         sums = backend.accumulate(multiply, *acc)
         if pairs is None:
             pipeline.consumer_release(stage)
-        return State(sums, top, total)
+        return State(list(sums), top, total)
+
+    def _unit(self, stage: Any, kind: int, unit: int) -> Any:
+        """Return a unit of the keys (`kind` 0) or values (1) of a stage, `[BLOCK, PIECE]`."""
+        at = kind * self.plan.units + unit
+        if self.plan.is_whole:
+            return self.units.at[stage, :, pl.ds(at * PIECE, PIECE)]
+        return self.units.at[stage, at]
+
+    def _pairs(self, stage: Any, kind: int, unit: int) -> Any:
+        """Return a unit of 8-bit keys, `[BLOCK, PIECE]` pairs, or of values, `[PIECE, BLOCK]` pairs."""
+        number = kind * self.plan.units + unit
+        at, first = ((stage,), number * PIECE) if self.plan.is_whole else ((stage, number), 0)
+        return self.backend.load_pairs(self.buffers.cache, at, pl.ds(first, PIECE), transposed=kind == 1)
 
     def _scores(self, item: Item, stage: Any) -> tuple[Any, Any]:
         """Return the scores, and the factor that turns them into logarithms to the base 2."""
         plan, backend = self.plan, self.backend
 
         if plan.is_narrow:
-            pairs = backend.load_pairs(self.buffers.cache, stage, pl.ds(0, plan.head_dim // 2))
-            keys = list(backend.widened_pairs(pairs, plan.cache_dtype))
+            pairs = [self._pairs(stage, 0, unit) for unit in range(plan.units)]
+            keys = [part for unit in pairs for part in backend.widened_pairs(unit, plan.cache_dtype)]
         else:
-            keys = [self.buffers.cache.at[stage, :, pl.ds(piece * PIECE, PIECE)] for piece in range(plan.pieces)]
+            keys = [self._unit(stage, 0, unit) for unit in range(plan.units)]
 
         def multiply(scores: Any) -> Any:
             for piece, key in enumerate(keys):
@@ -255,18 +279,17 @@ class _Kernel:
             return scores, factor * LOG2_E
         return jnp.tanh(scores * (factor * (1 / plan.soft_cap))), plan.soft_cap * LOG2_E
 
-    def _seen_pairs(self, item: Item, block: Any, stage: Any) -> Any:
-        """Return the values of a block, `[head_dim / 2, BLOCK]` pairs, with zeros for keys that no row sees."""
-        plan = self.plan
-        columns = pl.ds(plan.value_column // 2, plan.head_dim // 2)
-        pairs = self.backend.load_pairs(self.buffers.cache, stage, columns, transposed=True)
+    def _seen_pairs(self, item: Item, block: Any, stage: Any) -> list[Any]:
+        """Return the values of a block, pairs for each unit, with zeros for keys that no row sees."""
+        pairs = [self._pairs(stage, 1, unit) for unit in range(self.plan.units)]
 
         def visible(pairs: Any) -> Any:
-            key = plgpu.broadcasted_iota(jnp.int32, pairs.shape, 1, layout=LAYOUT)
-            return jnp.where(seen(key), pairs, jnp.zeros_like(pairs))
+            keep = seen(plgpu.broadcasted_iota(jnp.int32, pairs[0].shape, 1, layout=LAYOUT))
+            return [jnp.where(keep, unit, jnp.zeros_like(unit)) for unit in pairs]
 
         hidden, seen = self._seen(item, block)
-        return lax.cond(hidden, visible, lambda x: x, pairs)
+        found: list[Any] = lax.cond(hidden, visible, lambda x: x, pairs)
+        return found
 
     def _visible(self, item: Item, block: Any, scores: Any) -> Any:
         """Return scores with minus infinity where a row does not see a key."""
@@ -281,15 +304,14 @@ class _Kernel:
 
     def _clear_hidden_values(self, item: Item, block: Any, stage: Any) -> None:
         """Zero values that no row sees: a weight of zero does not cancel a NaN."""
-        plan = self.plan
         hidden, seen = self._seen(item, block)
 
         @pl.when(hidden)
         def _clear() -> None:
             key = plgpu.broadcasted_iota(jnp.int32, (BLOCK, PIECE), 0, layout=LAYOUT)
             keep = seen(key)
-            for piece in range(plan.pieces):
-                part = self.buffers.cache.at[stage, :, pl.ds(plan.head_dim + piece * PIECE, PIECE)]
+            for unit in range(self.plan.units):
+                part = self._unit(stage, 1, unit)
                 values = plgpu.load(part, layout=LAYOUT, optimized=False)
                 part[...] = jnp.where(keep, values, jnp.zeros_like(values))
 
@@ -315,13 +337,10 @@ class _Kernel:
         def _leave_share() -> None:
             slot = 2 * self.program + begins.astype(jnp.int32)
             empty = total == 0.0
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             factor = jnp.where(empty, 0.0, 1 / total)
-            for part, sums in enumerate(state.acc):
-                rows = pl.ds(part * len(sums), len(sums))
-                compat.kernels.store_as_it_is(self.buffers.share.at[rows], sums * across(factor, sums.shape))
-            plgpu.commit_smem()
-            self.backend.store_to_memory(self.buffers.share, self.results.shares.at[slot])
+            for piece, sums in enumerate(state.acc):
+                share = self.results.shares.at[slot, pl.ds(piece * PIECE, PIECE)]
+                compat.kernels.store_as_it_is(share, sums * across(factor, sums.shape))
             lse = jnp.where(empty, -jnp.inf, state.top + jnp.log2(total))
             compat.kernels.store_as_it_is(self.results.share_lse.at[slot], lse)
 
@@ -334,35 +353,39 @@ def run_sums(plan: LaunchPlan, given: SumInputs, interpret: Any = None) -> None:
         given,
         [jax.ShapeDtypeStruct((1,), jnp.int32)],  # a kernel needs its own result
         name="paged_attention_sums",
-        programs=plan.programs,
-        memory=piece_types(kernel.backend, (plan.pieces, plan.rows), plan.dtype),
+        programs=plan.programs * plan.pieces,
+        memory=piece_types(kernel.backend, (1, plan.rows), plan.dtype),
         interpret=interpret,
     )
 
 
 class _Sums:
-    """One program sums the item that begins in the program of the same number and ends in another."""
+    """One block of threads sums a piece of the item that begins in one program and ends in another."""
 
     def __init__(self, plan: LaunchPlan, backend: Backend) -> None:
         self.plan, self.backend = plan, backend
 
     def run(self, given: SumInputs, buffer: Any) -> None:
-        """Sum one item's shares."""
-        program = lax.axis_index(PROGRAM)
-        work = Work.of(given.programs, program)
+        """Sum one piece of an item's shares."""
+        number = lax.axis_index(PROGRAM)
+        program, piece = quotient(number, self.plan.pieces), remainder(number, self.plan.pieces)
+        work = Work.of(given.programs, program, self.plan.shares)
         item = item_of(self.plan, given.tiles, jnp.maximum(work.last_item, 0))
-        when_begun_here(work, item, lambda: self._sum(given, buffer, program, item, work))
+        when_begun_here(work, item, lambda: self._sum(given, buffer, (program, piece), item, work))
 
-    def _sum(self, given: SumInputs, buffer: Any, program: Any, item: Item, work: Work) -> None:
-        rows = self.plan.rows
+    def _sum(self, given: SumInputs, buffer: Any, at: tuple[Any, Any], item: Item, work: Work) -> None:
+        rows, (program, piece) = self.plan.rows, at
+        columns = pl.ds(piece * PIECE, PIECE)
         shares = Shares(
-            shape=(self.plan.head_dim, rows),
+            shape=(PIECE, rows),
             axis=1,
             together=max(1, 64 // rows),
-            load=lambda slot: plgpu.load(given.shares.at[slot], layout=LAYOUT, optimized=False),
+            load=lambda slot: plgpu.load(given.shares.at[slot, columns], layout=LAYOUT, optimized=False),
             load_lse=lambda slot: plgpu.load(given.share_lse.at[slot], layout=BY_ROW, optimized=False),
         )
         found, outputs = summed(shares, program, item, work), Outputs(given.out, given.lse)
         store = TileStore(self.plan, self.backend, (given.sinks, given.scale), outputs, buffer)
-        store.store(item, (found.acc,), found.top, found.total)
+        lse = store.store_pieces(item, [found.acc], found.top, found.total, [piece * PIECE])
+        if given.lse is not None:
+            pl.when(piece == 0)(lambda: compat.kernels.store_as_it_is(given.lse.at[item.number], lse))
         plgpu.wait_smem_to_gmem(0)

@@ -37,7 +37,6 @@ from .latent_memory import (
     Results,
     by_row,
     finished,
-    group_work,
     item_of,
     load_rows,
 )
@@ -96,7 +95,7 @@ class _Kernel:
         self.inputs, self.results, (self.buffers, self.barriers) = inputs, results, memory
         program = lax.axis_index(PROGRAM)
         self.group, self.part = quotient(program, self.plan.parts), remainder(program, self.plan.parts)
-        self.work = group_work(self.plan, inputs.programs, self.group)
+        self.work = Work.of(inputs.programs, self.group, self.plan.group_shares)
         dispatch_warpgroup(lax.axis_index(WARPGROUP), 2, _REGISTERS, producer=self._produce, consumer=self._consume)
 
     def _each_item(self, body: Callable[[Item, Any], Any], state: Any) -> Any:
@@ -355,7 +354,7 @@ class _Kernel:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         buffer[...] = values
         plgpu.commit_smem()
-        self.backend.store_to_memory(buffer.at[pl.ds(0, rows)], target)
+        plgpu.copy_smem_to_gmem(buffer.at[pl.ds(0, rows)], target)
 
 
 def _once(pipeline: Any, used: Any) -> Any:
@@ -402,7 +401,7 @@ class _Sums:
 
     def run(self) -> None:
         """Sum the shares."""
-        work = group_work(self.plan, self.given.programs, self.group)
+        work = Work.of(self.given.programs, self.group, self.plan.group_shares)
         item = item_of(self.given.tiles, jnp.maximum(work.last_item, 0))
         when_begun_here(work, item, lambda: self._sum(item, work))
 
@@ -414,7 +413,7 @@ class _Sums:
         plgpu.commit_smem()
         heads = pl.ds(self.part * self.plan.rows, self.plan.rows)
         target = self.given.out.at[item.token, heads, self.columns]
-        self.backend.store_to_memory(self.buffer.at[pl.ds(0, self.plan.rows)], target)
+        plgpu.copy_smem_to_gmem(self.buffer.at[pl.ds(0, self.plan.rows)], target)
 
         @pl.when(self.is_first)
         def _store() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -11,10 +10,10 @@ from jax import lax
 
 from ejkernel.kernels._hopper.launch import plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline
-from ejkernel.kernels.paged_attention.schedule import BLOCK, Share, Tile
+from ejkernel.kernels.paged_attention.schedule import BLOCK, Tile
 
 from .latent_plan import REST, ROWS, LatentPlan
-from .memory import Item, Work, normalisation, number
+from .memory import Item, normalisation, number
 
 LAYOUT = plgpu.Layout.WGMMA
 BY_ROW = LAYOUT.reduce(1)
@@ -96,20 +95,6 @@ class Barriers(NamedTuple):
             weights=plgpu.Barrier(num_barriers=2),
             totals=plgpu.Barrier(num_arrivals=2),
         )
-
-
-def group_work(plan: LatentPlan, programs: Any, group: Any) -> Work:
-    """Return the work of a group: that of consecutive programs; the last ones may be idle."""
-    rows = [jnp.minimum(group * plan.group_shares + i, plan.shares - 1) for i in range(plan.group_shares)]
-    last_items = [number(programs, row, Share.LAST_ITEM) for row in rows]
-    last = functools.reduce(jnp.maximum, last_items)
-    end = number(programs, rows[0], Share.END_BLOCK)
-    for row, item in zip(rows[1:], last_items[1:], strict=True):
-        end = jnp.where(item >= 0, number(programs, row, Share.END_BLOCK), end)
-    first_item, first_block, blocks = (
-        number(programs, rows[0], column) for column in (Share.FIRST_ITEM, Share.FIRST_BLOCK, Share.BLOCKS)
-    )
-    return Work(first_item, first_block, last, end, blocks * plan.group_shares)
 
 
 def item_of(tiles: Any, index: Any) -> Item:

@@ -58,7 +58,7 @@ def attention(
         lse = jnp.where(padding, -jnp.inf, lse)
     whole = unsliced(jax.freeze(out))
     if plan.is_narrow:
-        whole = _in_order(whole, call.q[2])
+        whole = _in_order(plan, whole)
     if apart:
         whole = unsliced(jax.freeze(target)).at[_tokens(short.tiles, sizes.short, call.q[0])].set(whole, mode="drop")
     return whole, lse
@@ -153,7 +153,7 @@ def _decoded(plan: LaunchPlan, operands: Operands, made: Schedule, interpret: An
     from .memory import Inputs
     from .shares import SumInputs
 
-    sinks, cache = operands.sinks, operands.kv_pages
+    sinks, cache, kinds = operands.sinks, operands.kv_pages, 1 if plan.is_whole else 2
     if sinks is not None:
         sinks = (sinks.astype(jnp.float32) * LOG2_E).reshape(plan.kv_heads, plan.group)
         sinks = jnp.pad(sinks, ((0, 0), (0, plan.group_rows - plan.group)))
@@ -162,7 +162,7 @@ def _decoded(plan: LaunchPlan, operands: Operands, made: Schedule, interpret: An
         tiles=made.tiles,
         programs=made.programs,
         q=_even_first(plan, operands.q) if plan.is_narrow else operands.q,
-        cache=cache.reshape(-1, plan.kv_heads, plan.row),
+        cache=cache.reshape(-1, kinds * plan.kv_heads, (2 // kinds) * plan.head_dim),
         table=operands.page_table,
         sinks=sinks,
         k_scale=operands.k_scale,
@@ -177,17 +177,20 @@ def _decoded(plan: LaunchPlan, operands: Operands, made: Schedule, interpret: An
 
 
 def _even_first(plan: LaunchPlan, q: jax.Array) -> jax.Array:
-    """Return queries in the dtype of the products, even columns first; numbers beyond its range become its largest."""
+    """Return queries in the dtype of the products, with even columns first in each unit, and zeros in the last one.
+
+    Numbers beyond the range of the dtype become its largest.
+    """
     most = float(compat.tracing.finfo(plan.product_dtype).max)
     q = jnp.clip(q.astype(jnp.float32), -most, most).astype(plan.product_dtype)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, plan.head_dim - q.shape[2])))
-    return q.reshape(*q.shape[:2], -1, 2).swapaxes(2, 3).reshape(q.shape)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, plan.width - q.shape[2])))
+    return q.reshape(*q.shape[:2], plan.units, -1, 2).swapaxes(3, 4).reshape(q.shape)
 
 
-def _in_order(out: jax.Array, head_dim: int) -> jax.Array:
-    """Return an output with even columns first in the order of the values, the last `head_dim` columns."""
+def _in_order(plan: LaunchPlan, out: jax.Array) -> jax.Array:
+    """Return an output with even columns first in each unit in the order of the values."""
     shape = out.shape
-    return out.reshape(*shape[:2], 2, -1).swapaxes(2, 3).reshape(shape)[..., shape[2] - head_dim :]
+    return out.reshape(*shape[:2], plan.units, 2, -1).swapaxes(3, 4).reshape(shape)[..., : plan.head_dim]
 
 
 def _prefilled(call: PagedCall, operands: Operands, made: Prefill, out: Any, interpret: Any) -> Any:

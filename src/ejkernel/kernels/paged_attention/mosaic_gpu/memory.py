@@ -31,7 +31,8 @@ class Inputs(NamedTuple):
     Attributes:
         tiles, programs: As in `Schedule`.
         q: `[tokens, heads, head_dim]`.
-        cache: `[pages * page_size, kv_heads, row]`, or `[pages * page_size, head_dim]` in latent attention.
+        cache: `[pages * page_size, kv_heads, 2 * head_dim]`; without whole units `[pages * page_size, 2 * kv_heads,
+            head_dim]`; in latent attention `[pages * page_size, head_dim]`.
         table: `[sequences, pages]`.
         sinks: `[kv_heads, rows]`, or `[parts, ROWS]` in latent attention, times `LOG2_E`.
         k_scale, v_scale: `[kv_heads]`.
@@ -48,7 +49,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Results in global memory: `[tokens, heads, head_dim]`, and `[items, rows]` or `None`."""
+    """Results in global memory: `[tokens, heads, out_dim]`, and `[items, rows]` or `None`."""
 
     out: Any
     lse: Any
@@ -87,9 +88,17 @@ class Work(NamedTuple):
     share: Any
 
     @classmethod
-    def of(cls, programs: Any, program: Any) -> Work:
-        """Return the work of a program."""
-        return cls(*(number(programs, program, column) for column in Share))
+    def of(cls, programs: Any, program: Any, shares: int) -> Work:
+        """Return the work of a program that takes so many consecutive shares; the last ones may have no item."""
+        rows = [jnp.minimum(program * shares + i, programs.shape[0] - 1) for i in range(shares)]
+        last_items = [number(programs, row, Share.LAST_ITEM) for row in rows]
+        end = number(programs, rows[0], Share.END_BLOCK)
+        for row, item in zip(rows[1:], last_items[1:], strict=True):
+            end = jnp.where(item >= 0, number(programs, row, Share.END_BLOCK), end)
+        first_item, first_block, blocks = (
+            number(programs, rows[0], column) for column in (Share.FIRST_ITEM, Share.FIRST_BLOCK, Share.BLOCKS)
+        )
+        return cls(first_item, first_block, functools.reduce(jnp.maximum, last_items), end, blocks * shares)
 
     def span(self, item: Item) -> tuple[Any, Any]:
         """Return the first block of this program's part of an item, and the block after its last."""
@@ -159,13 +168,17 @@ def piece_types(backend: Backend, shape: tuple[int, ...], dtype: str) -> Any:
     return backend.aliased(tiled((*shape, PIECE), dtype), swizzled((*shape, PIECE), dtype))
 
 
-def pieces(parts: Sequence[Any]) -> list[Any]:
-    """Return the rows of these arrays in pieces."""
-    found = []
-    for part in parts:
-        whole = len(part) == PIECE
-        found += [part] if whole else [part[row : row + PIECE] for row in range(0, len(part), PIECE)]
-    return found
+def columns_from(array: Any, start: Any, size: int, number: Any) -> Any:
+    """Return a slice of an array's columns; copies fill those past the end with zeros, or leave them out.
+
+    Args:
+        array: The array.
+        start: The first column.
+        size: How many columns.
+        number: Any number that the kernel computes: Pallas refuses constants that are out of bounds.
+    """
+    is_inside = not isinstance(start, int) or start + size <= array.shape[-1]
+    return pl.ds(start if is_inside else number * 0 + start, size)
 
 
 def across(by_row: Any, shape: tuple[int, ...]) -> Any:
@@ -190,53 +203,64 @@ class TileStore:
         self.plan, self.backend, self.factors, self.outputs = plan, backend, factors, outputs
         self.tiles, self.rows = backend.views(buffer, 2)
 
-    def store(self, item: Item, acc: tuple[Any, ...], top: Any, total: Any) -> None:
+    def store(self, item: Item, acc: Sequence[Any], top: Any, total: Any) -> None:
         """Store `acc / total`, with sinks and scales, and the log-sum-exp.
 
         Args:
             item: The item.
-            acc: The sum of weighted values, `[head_dim, rows]` as one array or several.
+            acc: The sum of weighted values, a `[PIECE, rows]` array for each piece.
             top: `[rows]`: the maximum to which weights are relative, to the base 2.
             total: `[rows]`: the sum of the weights; 0 for a row without keys.
         """
+        lse = self.store_pieces(item, acc, top, total, [piece * PIECE for piece in range(self.plan.pieces)])
+        if self.outputs.lse is not None:
+            compat.kernels.store_as_it_is(self.outputs.lse.at[item.number], lse)
+
+    def store_pieces(self, item: Item, acc: Sequence[Any], top: Any, total: Any, starts: Sequence[Any]) -> Any:
+        """Store the pieces of the output that start at these columns, and return the log-sum-exp."""
         sinks, scale = self.factors
         if sinks is not None:
             sinks = plgpu.load(sinks.at[item.head], layout=BY_ROW, optimized=False)
         factor, lse = normalisation(top, total, sinks)
         if scale is not None:
             factor = factor * scale[item.head]
-        out = [(part * across(factor, part.shape)).astype(self.plan.dtype) for part in acc]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for piece, part in enumerate(pieces(out)):
-            self.tiles.at[piece].transpose((1, 0))[...] = part
+        for piece, part in enumerate(acc):
+            out = (part * across(factor, part.shape)).astype(self.plan.dtype)
+            self.tiles.at[piece].transpose((1, 0))[...] = out
         plgpu.commit_smem()
         for token in range(self.plan.tile_tokens):
-            pl.when(token < item.count)(functools.partial(self._copy_token, item, token))
-        if self.outputs.lse is not None:
-            compat.kernels.store_as_it_is(self.outputs.lse.at[item.number], lse)
+            pl.when(token < item.count)(functools.partial(self._copy_token, item, token, starts))
+        return lse
 
-    def _copy_token(self, item: Item, token: int) -> None:
-        group = self.plan.group
-        for piece in range(self.plan.pieces):
+    def _copy_token(self, item: Item, token: int, starts: Sequence[Any]) -> None:
+        group, out = self.plan.group, self.outputs.out
+        for piece, start in enumerate(starts):
             source = self.rows.at[piece, pl.ds(token * self.plan.group_rows, group)]
-            heads, columns = pl.ds(item.head * group, group), pl.ds(piece * PIECE, PIECE)
-            self.backend.store_to_memory(source, self.outputs.out.at[item.token + token, heads, columns])
+            heads, columns = pl.ds(item.head * group, group), columns_from(out, start, PIECE, item.token)
+            plgpu.copy_smem_to_gmem(source, out.at[item.token + token, heads, columns])
 
 
 def _cache_types(plan: LaunchPlan, backend: Backend) -> Any:
-    """Return shared memory for blocks of the cache; with 8 bits, also a view of pairs of numbers as int16."""
-    shape = plan.stages, BLOCK
-    cache = tiled((*shape, plan.row), plan.cache_dtype)
-    return backend.aliased(cache, tiled((*shape, plan.row // 2), jnp.int16)) if plan.is_narrow else cache
+    """Return shared memory for blocks of the cache: a view for copies, and one of 16-bit numbers for products.
+
+    With 8 bits, the second view has pairs of numbers. Without whole units, both have units.
+    """
+    pairs = jnp.int16 if plan.is_narrow else plan.cache_dtype
+    if plan.is_whole:
+        whole = plan.stages, BLOCK
+        numbers = tiled((*whole, 2 * plan.width), plan.cache_dtype)
+        return backend.aliased(numbers, tiled((*whole, 2 * plan.units * PIECE), pairs))
+    units = plan.stages, 2 * plan.units, BLOCK
+    return backend.aliased(swizzled((*units, plan.unit), plan.cache_dtype), tiled((*units, PIECE), pairs))
 
 
 class Buffers(NamedTuple):
     """Shared memory of the first kernel."""
 
     q: Any  # [query buffers, pieces, rows, PIECE]
-    cache: Any  # [stages, BLOCK, row]; with 8 bits also a view of pairs
+    cache: Any  # [stages, BLOCK, 2 * head_dim], or [stages, 2 * units, BLOCK, unit], with a view for products
     weights: Any  # [rows, BLOCK]
-    share: Any  # [head_dim, rows]
     out: Any  # [pieces, rows, PIECE]
 
     @classmethod
@@ -246,7 +270,6 @@ class Buffers(NamedTuple):
             q=piece_types(backend, (plan.query_buffers, plan.pieces, plan.rows), plan.product_dtype),
             cache=_cache_types(plan, backend),
             weights=tiled((plan.rows, BLOCK), plan.product_dtype),
-            share=plgpu.SMEM((plan.head_dim, plan.rows), jnp.float32),
             out=piece_types(backend, (plan.pieces, plan.rows), plan.dtype),
         )
 

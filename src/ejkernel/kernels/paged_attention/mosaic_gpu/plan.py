@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from ejkernel.kernels._hopper.columns import Columns, split_columns
 from ejkernel.kernels._hopper.tile_shapes import OVERHEAD
 from ejkernel.kernels._options import check_parameters
 from ejkernel.kernels.flash_attention.common import Rules
@@ -36,9 +37,12 @@ class MosaicGpuParams(NamedFields):
         check_parameters(self, stages=range(2, 13), query_buffers=(1, 2))
 
 
-PREFILL = ForwardParams(persistent=True, query_buffers=2)
 NARROW = ("int8", "float8_e4m3fn")
 PIECE = 64  # columns of queries and output that are copied at once: one swizzle of 16-bit numbers
+_HALF = (233_472 - 2 * 1024) // 2  # bytes of shared memory, if two blocks of threads share a multiprocessor
+_PREFILL = ForwardParams(persistent=True, query_buffers=2)
+# More than 128 columns fit in shared memory so. As in `flash_attention`, ping-pong costs time then.
+_WIDE_PREFILL = ForwardParams(persistent=True, kv_block=64, share_buffer=True, ping_pong=False)
 
 
 def is_widened(call: PagedCall) -> bool:
@@ -63,9 +67,7 @@ class LaunchPlan:
 
     Attributes:
         tokens, heads, kv_heads: Sizes of the queries and the cache.
-        head_dim: Columns of queries and output. With 8 bits, the two halves of a row of the cache have 128 columns at
-            least; a smaller head is computed as a head of 128 with the whole row as keys and values.
-        row: Columns of a row of the cache.
+        head_dim: Columns of queries, keys, values and output.
         pages, page_size, columns: Sizes of the cache and the page table.
         tile_tokens: Query tokens of a tile.
         dtype: Dtype of queries and output.
@@ -73,14 +75,12 @@ class LaunchPlan:
         scale, soft_cap, window: As in the call.
         sinks, scales, return_lse: Whether the launch has sinks, scales of keys and values, and returns the log-sum-exp.
         stages, query_buffers: As in the parameters.
-        programs: Blocks of threads.
     """
 
     tokens: int
     heads: int
     kv_heads: int
     head_dim: int
-    row: int
     pages: int
     page_size: int
     columns: int
@@ -95,7 +95,6 @@ class LaunchPlan:
     return_lse: bool
     stages: int
     query_buffers: int
-    programs: int
 
     @property
     def group(self) -> int:
@@ -113,11 +112,6 @@ class LaunchPlan:
         return self.tile_tokens * self.group_rows
 
     @property
-    def pieces(self) -> int:
-        """Pieces of a query or output row."""
-        return self.head_dim // PIECE
-
-    @property
     def is_narrow(self) -> bool:
         """Whether the cache has 8 bits, so that keys and values are widened."""
         return self.cache_dtype in NARROW
@@ -128,32 +122,68 @@ class LaunchPlan:
         return "float16" if self.is_narrow else self.dtype
 
     @property
-    def parts(self) -> int:
-        """Number of accumulators of the weighted values: 2 for a cache of 8 bits (even and odd columns), else 1."""
-        return 2 if self.is_narrow else 1
+    def unit(self) -> int:
+        """Columns of keys or values in one swizzle; those of 8 bits are computed as even and odd ones, 64 each."""
+        return 2 * PIECE if self.is_narrow else PIECE
 
     @property
-    def value_column(self) -> int:
-        """The first column of a row of the cache with values, or with keys and values."""
-        return self.row - self.head_dim
+    def units(self) -> int:
+        """Units of keys, and as many of values; the last one may end in zeros."""
+        return -(-self.head_dim // self.unit)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the keys and values of a token are whole units, which one copy takes; otherwise each has its own."""
+        return self.head_dim % self.unit == 0
+
+    @property
+    def width(self) -> int:
+        """Columns that are computed."""
+        return self.units * self.unit
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a query or output row, and accumulators of the weighted values."""
+        return self.width // PIECE
+
+    @property
+    def out_dim(self) -> int:
+        """Columns of the output; with 8 bits those of each unit have the even ones first, and zeros remain."""
+        return self.width if self.is_narrow else self.head_dim
+
+    @property
+    def key_copies(self) -> int:
+        """Runs of keys that fill one pipeline stage."""
+        return max(BLOCK // self.page_size, 1)
 
     @property
     def copies(self) -> int:
         """Copies that fill one pipeline stage."""
-        return max(BLOCK // self.page_size, 1)
+        return self.key_copies * (1 if self.is_whole else 2 * self.units)
 
     @property
-    def stage_bytes(self) -> int:
-        """Bytes of one pipeline stage."""
-        return BLOCK * self.row * (1 if self.is_narrow else 2)
+    def copied_bytes(self) -> int:
+        """Bytes of the cache that are copied to one pipeline stage."""
+        return BLOCK * 2 * self.head_dim * (1 if self.is_narrow else 2)
 
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory that a block of threads takes."""
-        blocks = self.stages * self.stage_bytes
-        queries, weights = self.query_buffers * self.rows * self.head_dim * 2, BLOCK * self.rows * 2
-        results = (4 + 2) * self.rows * self.head_dim  # a share, and a tile of the output
-        return blocks + queries + weights + results + OVERHEAD
+        blocks = self.stages * BLOCK * 2 * self.width * (1 if self.is_narrow else 2)
+        queries, weights = self.query_buffers * self.rows * self.width * 2, BLOCK * self.rows * 2
+        return blocks + queries + weights + self.rows * self.width * 2 + OVERHEAD
+
+    @property
+    def shares(self) -> int:
+        """Shares of the schedule that a program takes: two if no two blocks of threads fit on a multiprocessor."""
+        # Several units of 8-bit numbers take 156 registers of a thread; two blocks may have 128.
+        has_many_registers = self.is_narrow and self.units > 1
+        return 2 if has_many_registers or self.shared_bytes > _HALF else 1
+
+    @property
+    def programs(self) -> int:
+        """Blocks of threads."""
+        return -(-schedule.PROGRAMS // self.shares)
 
 
 def launch_plan(call: PagedCall, params: MosaicGpuParams, tile_tokens: int) -> LaunchPlan:
@@ -163,8 +193,7 @@ def launch_plan(call: PagedCall, params: MosaicGpuParams, tile_tokens: int) -> L
         tokens=call.q[0],
         heads=call.q[1],
         kv_heads=kv_heads,
-        head_dim=max(head_dim, 2 * PIECE) if call.cache_dtype in NARROW else head_dim,
-        row=2 * head_dim,
+        head_dim=head_dim,
         pages=pages,
         page_size=page_size,
         columns=call.table[1],
@@ -179,7 +208,6 @@ def launch_plan(call: PagedCall, params: MosaicGpuParams, tile_tokens: int) -> L
         return_lse=call.return_lse,
         stages=params.stages,
         query_buffers=params.query_buffers,
-        programs=schedule.PROGRAMS,
     )
 
 
@@ -233,9 +261,9 @@ class PrefillPlan(ForwardPlan):
         return ROWS // self.tile_heads
 
     @property
-    def pieces(self) -> int:
-        """Pieces of a query or output row."""
-        return self.head_dim // PIECE
+    def row_columns(self) -> tuple[Columns, ...]:
+        """The pieces of a query or output row."""
+        return split_columns(self.head_dim)
 
     @property
     def copied_keys(self) -> int:
@@ -243,24 +271,26 @@ class PrefillPlan(ForwardPlan):
         return math.gcd(self.page_size, self.params.kv_block)
 
     @property
-    def copies(self) -> int:
-        """Copies that fill a stage of keys."""
+    def key_copies(self) -> int:
+        """Runs of keys that fill a stage of keys."""
         return self.params.kv_block // self.copied_keys
 
 
 def prefill_plan(call: PagedCall, tiles: int, *, by_warp: bool) -> PrefillPlan:
     """Return the plan of a launch with so many tiles."""
+    head_dim = call.q[2]
     return PrefillPlan(
         batch=1,
         queries=call.q[0],
         keys=call.table[1] * call.pages[1],
         heads=call.q[1],
         groups=call.pages[2],
-        head_dim=call.q[2],
-        value_dim=call.q[2],
+        head_dim=head_dim,
+        value_dim=head_dim,
         rules=Rules(scale=call.scale, left=call.window, right=0, soft_cap=call.soft_cap),
         dtype=call.dtype,
-        params=PREFILL,
+        params=_PREFILL if head_dim <= 2 * PIECE else _WIDE_PREFILL,
+        pieced=head_dim % PIECE > 0,
         pages=call.pages[0],
         page_size=call.pages[1],
         most_tiles=tiles,

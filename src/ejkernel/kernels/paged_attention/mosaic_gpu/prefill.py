@@ -8,6 +8,7 @@ whole tiles.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -25,7 +26,7 @@ from ejkernel.kernels.flash_attention.mosaic_gpu.forward_memory import ForwardOu
 from ejkernel.kernels.flash_attention.mosaic_gpu.plan import ROWS
 
 from .memory import cache_row
-from .plan import PIECE, PrefillPlan
+from .plan import PrefillPlan
 from .prefill_consumer import Item, KeyRange, PrefillConsumer, PrefillMemory
 
 _FEW_COPIES = 2  # of keys in a block; more are a multiple of the warps
@@ -61,10 +62,10 @@ class PrefillInputs(NamedTuple):
 class PrefillBuffers(NamedTuple):
     """Shared memory; queries and output have two views, for copies and for products."""
 
-    query: Any  # [query buffers * warpgroups, pieces, ...]
-    key: Any  # [stages, keys, head_dim]
-    value: Any  # [stages, keys, head_dim]
-    out: Any  # [warpgroups, pieces, ...]
+    query: Any  # pieces, [query buffers * warpgroups, ...]
+    key: Any  # [stages, keys, head_dim], or its pieces
+    value: Any  # [stages, keys, head_dim], or its pieces
+    out: Any  # pieces, [warpgroups, ...]; `None` in the buffers of queries
 
 
 class PrefillBarriers(NamedTuple):
@@ -110,31 +111,39 @@ class PrefillKernel(ForwardKernel):
 
     @property
     def _by_warp(self) -> bool:
-        return self.plan.by_warp and self.plan.copies > _FEW_COPIES
+        return self.plan.by_warp and self.plan.key_copies > _FEW_COPIES
 
     @property
     def registers(self) -> Registers:
         """Registers per thread of either role; a warp with many copies would spill with fewer."""
-        few = self._by_warp or self.plan.copies <= _FEW_COPIES
+        few = self._by_warp or self.plan.key_copies <= _FEW_COPIES
         return super().registers if few else Registers(producer=40, consumer=232)
 
     def buffer_types(self, inputs: Any) -> Any:
         """Return the types of the shared memory."""
         plan, params = self.plan, self.params
 
-        def rows(slots: int) -> Any:
-            copied = swizzled((slots, plan.pieces, plan.warpgroup_tokens, plan.tile_heads, PIECE), plan.dtype)
-            return self.backend.aliased(copied, tiled((slots, plan.pieces, ROWS, PIECE), plan.dtype))
-
-        block = tiled((params.stages, params.kv_block, plan.head_dim), plan.dtype)
         slots = params.warpgroups * params.query_buffers
-        return PrefillBuffers(query=rows(slots), key=block, value=block, out=rows(params.warpgroups))
+        shape = params.stages, params.kv_block
+        whole = tiled((*shape, plan.head_dim), plan.dtype)
+        block = self._pieces(shape, plan.head_columns) if plan.pieced else whole
+        out = None if params.share_buffer else self._row_types(params.warpgroups)
+        return PrefillBuffers(query=self._row_types(slots), key=block, value=block, out=out)
+
+    def _row_types(self, slots: int) -> Any:
+        """Return the type of buffers of queries or output, in pieces of columns."""
+        plan, tokens = self.plan, (self.plan.warpgroup_tokens, self.plan.tile_heads)
+        return self.backend.aliased(
+            tuple(swizzled((slots, *tokens, own.width), plan.dtype, own.swizzle) for own in plan.row_columns),
+            tuple(tiled((slots, ROWS, own.width), plan.dtype, own.swizzle) for own in plan.row_columns),
+        )
 
     def barrier_types(self, inputs: Any) -> Any:
         """Return the types of the barriers."""
-        params, consumers, copies = self.params, self.params.warpgroups, self.plan.copies
+        plan, params, consumers = self.plan, self.params, self.params.warpgroups
+        copies = plan.key_copies * len(plan.head_columns)
         return PrefillBarriers(
-            query=Pipeline.types(params.query_buffers * consumers, consumers=1, copies=self.plan.pieces),
+            query=Pipeline.types(params.query_buffers * consumers, consumers=1, copies=len(plan.row_columns)),
             key=Pipeline.types(params.stages, consumers=consumers, copies=copies),
             value=Pipeline.types(params.stages, consumers=consumers, copies=copies),
             extra=None,
@@ -185,14 +194,14 @@ class PrefillKernel(ForwardKernel):
                 source = self.given.q.at[tokens, pl.ds(item.head, plan.tile_heads), pl.ds(*piece.columns)]
                 plgpu.copy_gmem_to_smem(source, piece.rows, pipeline.full.at[slot])
         if not self._by_warp:
-            self._copy_blocks(tile, step, range(plan.copies))
+            self._copy_blocks(tile, step, range(plan.key_copies))
         else:
             plgpu.warp_map(functools.partial(self._copy_blocks_by_warp, tile, step))
         return step + (tile.blocks.end - tile.blocks.first), tiles + 1
 
     def _copy_blocks_by_warp(self, tile: Any, step: Any, warp: Any) -> None:
         """Copy the pages of a warp: one warp would issue the copies of small pages too slowly."""
-        each = self.plan.copies // _WARPS
+        each = self.plan.key_copies // _WARPS
         self._copy_blocks(tile, step, [warp * each + copy for copy in range(each)])
 
     def _copy_blocks(self, tile: Any, step: Any, copies: Sequence[Any]) -> None:
@@ -205,11 +214,12 @@ class PrefillKernel(ForwardKernel):
         # Before the wait, which hides their latency.
         rows = [cache_row(plan.pages, plan.page_size, size, inputs.table, item.sequence, key) for key in keys]
         stage = self.barriers.key.stage(step)
-        targets = (self.barriers.key, self.buffers.key), (self.barriers.value, self.buffers.value)
-        for kind, (pipeline, buffer) in enumerate(targets):
+        memory = cast(PrefillMemory, self.memory)
+        kinds = (self.barriers.key, memory.copied_keys(stage)), (self.barriers.value, memory.value(stage))
+        for kind, (pipeline, pieces) in enumerate(kinds):
             pipeline.producer_wait(step, stage)
-            columns = pl.ds(kind * plan.head_dim, plan.head_dim)
-            for copy, key, row in zip(copies, keys, rows, strict=True):
+            for piece, (copy, key, row) in itertools.product(pieces, zip(copies, keys, rows, strict=True)):
+                columns = pl.ds(kind * plan.head_dim + piece.columns.start, piece.columns.width)
                 source, target = inputs.cache.at[pl.ds(row, size), item.kv_head, columns], pl.ds(copy * size, size)
-                self.backend.copy_if(key < item.length, source, buffer.at[stage, target], pipeline.full.at[stage])
+                self.backend.copy_if(key < item.length, source, piece.rows.at[target], pipeline.full.at[stage])
         return step + 1

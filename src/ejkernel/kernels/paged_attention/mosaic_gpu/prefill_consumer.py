@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, cast
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper.columns import Columns
 from ejkernel.kernels._hopper.device import quotient, remainder
 from ejkernel.kernels._hopper.launch import plgpu
 from ejkernel.kernels.flash_attention.mosaic_gpu.forward_mainloop import ForwardConsumer, along_rows
@@ -94,29 +93,29 @@ class PrefillMemory(ForwardMemory):
 
     def query(self, slot: Any) -> list[Piece]:
         """Return the pieces of a buffer of queries."""
-        return self._pieces_of(self.buffers.query, slot)
+        return self._rows(self.buffers.query, slot)
 
     def out(self, warpgroup: Any, slot: Any) -> list[Piece]:
         """Return the pieces of the buffer that stages a warpgroup's output."""
-        del slot
-        return self._pieces_of(self.buffers.out, warpgroup)
+        shared = self.plan.params.share_buffer
+        return self._rows(self.buffers.query if shared else self.buffers.out, slot if shared else warpgroup)
 
     def key(self, stage: Any) -> list[Piece]:
         """Return the pieces of a stage of keys: as wide as those of queries."""
-        found = []
-        for start, width in _columns(cast(Any, self.plan)):
-            part = self.buffers.key.at[stage, :, pl.ds(start, width)]
-            found.append(Piece(part, part, Columns(start, width)))
-        return found
+        (piece, *others) = self.copied_keys(stage)
+        if others:
+            return [piece, *others]
+        columns = cast(Any, self.plan).row_columns
+        return [Piece(part, part, own) for own in columns for part in [piece.tiles.at[:, pl.ds(*own)]]]
 
-    def _pieces_of(self, buffer: Any, at: Any) -> list[Piece]:
+    def copied_keys(self, stage: Any) -> list[Piece]:
+        """Return the pieces of a stage of keys that have copies of their own."""
+        return super().key(stage)
+
+    def _rows(self, buffer: Any, at: Any) -> list[Piece]:
         rows, tiles = self.backend.views(buffer, 2)
-        columns = _columns(cast(Any, self.plan))
-        return [Piece(tiles.at[at, i], rows.at[at, i], piece) for i, piece in enumerate(columns)]
-
-
-def _columns(plan: PrefillPlan) -> list[Columns]:
-    return [Columns(piece * PIECE, PIECE) for piece in range(plan.pieces)]
+        columns = cast(Any, self.plan).row_columns
+        return [Piece(tiles[i].at[at], rows[i].at[at], piece) for i, piece in enumerate(columns)]
 
 
 class PrefillConsumer(ForwardConsumer):
@@ -160,11 +159,13 @@ class PrefillConsumer(ForwardConsumer):
 
     def _clear(self, stage: Any, count: Any, part: int) -> None:
         """Keep the first `count` of 64 values."""
-        key = plgpu.broadcasted_iota(jnp.int32, (ROWS, PIECE), 0, layout=_LAYOUT)
-        for start, width in _columns(cast(Any, self.plan)):
-            tile = self.buffers.value.at[stage, pl.ds(part * ROWS, ROWS), pl.ds(start, width)]
-            values = plgpu.load(tile, layout=_LAYOUT, optimized=False)
-            tile[...] = jnp.where(key < count, values, jnp.zeros_like(values))
+        rows = pl.ds(part * ROWS, ROWS)
+        for piece in self.memory.value(stage):
+            for start in range(0, piece.columns.width, PIECE):
+                tile = piece.tiles.at[rows, pl.ds(start, min(PIECE, piece.columns.width - start))]
+                values = plgpu.load(tile, layout=_LAYOUT, optimized=False)
+                key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=_LAYOUT)
+                tile[...] = jnp.where(key < count, values, jnp.zeros_like(values))
 
     def _epilogue(self, state: Any) -> None:
         """Store output and log-sum-exp."""
@@ -183,6 +184,9 @@ class PrefillConsumer(ForwardConsumer):
             self.backend.assign(piece.tiles, out[:, start : start + width] if len(pieces) > 1 else out)
         plgpu.commit_smem()
         self._copy_out(item, pieces)
+        if self.params.share_buffer:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self._release_queries(self.part.number)
         if memory.outputs.lse is not None:
             memory.outputs.lse.at[item.number * self.params.warpgroups + self.warpgroup][...] = lse
 
@@ -196,7 +200,7 @@ class PrefillConsumer(ForwardConsumer):
                 start, width = piece.columns
                 tokens, heads = pl.ds(token + first, count), pl.ds(item.head, plan.tile_heads)
                 target = self.memory.outputs.out.at[tokens, heads, pl.ds(start, width)]
-                self.backend.store_to_memory(piece.rows.at[source], target)
+                plgpu.copy_smem_to_gmem(piece.rows.at[source], target)
 
         @pl.when(left >= plan.warpgroup_tokens)
         def _whole() -> None:

@@ -7,6 +7,7 @@ their lengths, so a batch with one chunk costs the pages of one sequence; the re
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from .memory import cache_row
 
 _PROGRAMS = 16_384  # of all sequences; most have nothing to copy
 _PER_SEQUENCE = 16, 128  # at least and at most
+_THREADS = 128  # of a block
 _REGISTERS = 128  # numbers that a thread has at once
 
 
@@ -46,11 +48,17 @@ class WidenPlan(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens per copy, a power of two."""
+        """Tokens per copy, a power of two; their numbers are divided evenly over the threads."""
         run = 8
-        while run > 1 and run * self.width > 128 * _REGISTERS:
+        while run > 1 and run * self.width > _THREADS * _REGISTERS and run // 2 * self.width % _THREADS == 0:
             run //= 2
         return run
+
+    @property
+    def layout(self) -> Any:
+        """The layout of these numbers in registers."""
+        vector = math.gcd(self.tokens * self.width // _THREADS, self.tokens)
+        return plgpu.Layout.WG_STRIDED((self.tokens, self.width), vec_size=vector)
 
     @property
     def programs(self) -> int:
@@ -105,7 +113,6 @@ def _copy(plan: WidenPlan, given: _Inputs, out: Any) -> None:
     length = given.lengths[sequence]
     count = given.offsets[sequence + 1] - given.offsets[sequence]
     first = jnp.int32(0) if call.window is None else jnp.maximum(length - count - call.window, 0)
-    layout = plgpu.Layout.WG_STRIDED((run, plan.width), vec_size=run)
 
     @pl.when(count > plan.most)
     def _sequence() -> None:
@@ -117,5 +124,5 @@ def _copy(plan: WidenPlan, given: _Inputs, out: Any) -> None:
             key = (begin + i * programs) * run
             row = cache_row(call.pages[0], call.pages[1], run, given.table, sequence, key)
             target = sequence * (call.table[1] * call.pages[1]) + key if plan.by_sequence else row
-            values = plgpu.load(given.cache.at[pl.ds(row, run)], layout=layout, optimized=False)
+            values = plgpu.load(given.cache.at[pl.ds(row, run)], layout=plan.layout, optimized=False)
             compat.kernels.store_as_it_is(out.at[pl.ds(target, run)], values.astype(jnp.float32).astype(call.dtype))

@@ -328,7 +328,7 @@ class WideRowsKernel(FewRowsKernel):
         def one(i: Any, sums: Any) -> Any:
             stage = self.pipeline.stage(tile.first + i)
             self.pipeline.consumer_wait(stage)
-            pairs = self.backend.load_pairs(self.pairs, self._number(stage, warpgroup), pl.ds(0, HALF))
+            pairs = self.backend.load_pairs(self.pairs, (self._number(stage, warpgroup),), pl.ds(0, HALF))
             halves = self.backend.widened_in_order(pairs, plan.w_dtype, plan.dtype)
             [found] = self.backend.accumulate(functools.partial(self._multiply_halves, stage, halves), sums)
             self.pipeline.consumer_release(stage)
