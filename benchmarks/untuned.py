@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -40,6 +41,7 @@ from ejkernel.modules import (
 from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, Invocation, PersistentCache
 from ejkernel.ops.autotuner.process.worker import worker_session
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
+from ejkernel.ops.autotuner.trials.status import FAULTY
 from ejkernel.ops.core.kernel import kernel_of
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.execution.discovery import discover_for
@@ -166,6 +168,18 @@ def _paged(rng: _Rng) -> _Program:
     return paged_attention, (_bf16(tokens, kv_heads * group, dim), cache, *table)
 
 
+def given(text: str) -> _Program:
+    """Return a product of 8-bit numbers, e.g. of `blocks,205,13312,512`: scales or dtypes, then `m,k,n`."""
+    name, *sizes = text.split(",")
+    m, k, n = map(int, sizes)
+    dtypes = {"int8": ("int8", "int8"), "mixed": ("float8_e5m2", "float8_e4m3fn"), "wide": ("bfloat16", "int8")}
+    x_dtype, w_dtype = dtypes.get(name, ("float8_e4m3fn", "float8_e4m3fn"))
+    block = 128 if name in ("blocks", "thin") else None
+    w = _in_8_bits((n, k), w_dtype, (128 if name == "blocks" else 1, block))
+    x = _bf16(m, k) if name == "wide" else _in_8_bits((m, k), x_dtype, (1, block))
+    return _with(quantized_matmul, transpose_w=True), (x, w)
+
+
 KINDS = {
     "grouped": _grouped,
     "quantized": _quantized,
@@ -178,20 +192,41 @@ KINDS = {
 }
 
 
+def calls_in(program: _Program) -> list[Invocation[Any, Any]]:
+    """Return the different calls of a program."""
+    function, args = program
+    return list({inv.call_key: inv for inv in discover_for(jax.jit(function), args, {}, platform="gpu")}.values())
+
+
 def calls_of(kind: str, seed: int, count: int) -> Iterator[Invocation[Any, Any]]:
     """Yield at least this many calls."""
     found = 0
     for number in range(count):
-        function, args = KINDS[kind](np.random.default_rng([seed, number]))
-        for inv in {inv.call_key: inv for inv in discover_for(jax.jit(function), args, {}, platform="gpu")}.values():
+        for inv in calls_in(KINDS[kind](np.random.default_rng([seed, number]))):
             yield inv
             found += 1
         if found >= count:
             return
 
 
-def candidates_of(inv: Invocation[Any, Any], count: int) -> list[Any]:
-    """Return the heuristic's configuration, the nearest ones of its implementation, and one of each other."""
+def combined(first: Any, space: Any, axes: Sequence[str]) -> list[Any]:
+    """Return a point of a space for each combination of values of some axes: the one nearest to `first`."""
+    others = [field.name for field in dataclasses.fields(first) if field.name not in axes]
+
+    def changed(params: Any) -> tuple[int, int]:  # among the nearest, the one with the most stages
+        return sum(getattr(params, name) != getattr(first, name) for name in others), -getattr(params, "stages", 0)
+
+    nearest: dict[tuple[Any, ...], Any] = {}
+    for params in sorted(space, key=changed):
+        nearest.setdefault(tuple(getattr(params, name) for name in axes), params)
+    return [first, *(params for params in nearest.values() if params != first)]
+
+
+def candidates_of(inv: Invocation[Any, Any], count: int, axes: Sequence[str] = ()) -> list[Any]:
+    """Return the heuristic's configuration, others of its implementation, and one of each other.
+
+    The others are the `count` nearest ones, or with `axes`, those of `combined`.
+    """
     kernel: Any = inv.kernel
     call, usual = kernel.call_of(inv), kernel.heuristic_cfg(inv)
     field = "bwd" if getattr(call, "backward", False) and hasattr(usual, "bwd") else "fwd"
@@ -200,6 +235,8 @@ def candidates_of(inv: Invocation[Any, Any], count: int) -> list[Any]:
         own = kernel.implementations[name]
         if name != usual.implementation:
             return [own.heuristic(call)] if name != "reference" else []
+        if own_axes := [axis for axis in axes if hasattr(own.heuristic(call), axis)]:
+            return combined(own.heuristic(call), own.space(call), own_axes)
         return near_points(own.heuristic(call), own.space(call), count)
 
     return [
@@ -224,6 +261,7 @@ def row_of(found: AutotuneData, seconds: float) -> dict[str, Any]:
         "usual": str(usual),
         "best": str(best),
         "others": described,
+        "wrong": [f"{outcome.config}: {outcome.reason}" for outcome in found.outcomes if outcome.status in FAULTY],
         "took": round(seconds, 1),
     }
 
@@ -231,29 +269,33 @@ def row_of(found: AutotuneData, seconds: float) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Tune the calls."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.untuned", description=__doc__)
-    parser.add_argument("kinds", nargs="+", choices=list(KINDS))
-    parser.add_argument("--draw", type=int, required=True, metavar="SEED")
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of random calls: {', '.join(KINDS)}")
+    parser.add_argument("--draw", type=int, default=0, metavar="SEED")
+    parser.add_argument("--calls", nargs="*", default=[], metavar="CALL", help="8-bit products: blocks,205,13312,512")
+    parser.add_argument("--axes", nargs="*", default=[], metavar="AXIS", help="try all combinations of their values")
+    parser.add_argument("--validate", action="store_true", help="compare results with the reference")
     parser.add_argument("--count", type=int, default=16, help="calls of each kind (default: %(default)s)")
     parser.add_argument("--near", type=int, default=10, metavar="N", help="candidates of each (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=500.0, help="after which no search begins")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile (default: one a core)")
     args = parser.parse_args(argv)
-    policy = AutotunePolicy(isolate=True, validate=False, compile_processes=args.processes, budget_s=60.0)
+    checks: Any = "outputs" if args.validate else False
+    policy = AutotunePolicy(isolate=True, validate=checks, compile_processes=args.processes, budget_s=60.0)
     end = time.monotonic() + args.seconds
     with tempfile.TemporaryDirectory() as folder, worker_session():
         store = PersistentCache(Path(folder), shipped=False)
         chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(persistent=store, policy=policy)
-        for kind in args.kinds:
-            for inv in calls_of(kind, args.draw, args.count):
-                start, candidates = time.monotonic(), candidates_of(inv, args.near)
-                if start > end or len(candidates) < 2:
-                    continue
-                try:
-                    found = chain.search(inv, kernel_of(inv), policy=policy, candidates=candidates)
-                except TuningError as error:
-                    print(json.dumps({"operation": inv.op_id, "error": str(error)}), flush=True)
-                    continue
-                print(json.dumps(row_of(found, time.monotonic() - start)), flush=True)
+        drawn = (inv for kind in args.kinds for inv in calls_of(kind, args.draw, args.count))
+        for inv in itertools.chain((inv for text in args.calls for inv in calls_in(given(text))), drawn):
+            start, candidates = time.monotonic(), candidates_of(inv, args.near, args.axes)
+            if start > end or len(candidates) < 2:
+                continue
+            try:
+                found = chain.search(inv, kernel_of(inv), policy=policy, candidates=candidates)
+            except TuningError as error:
+                print(json.dumps({"operation": inv.op_id, "error": str(error)}), flush=True)
+                continue
+            print(json.dumps(row_of(found, time.monotonic() - start)), flush=True)
     return 0
 
 

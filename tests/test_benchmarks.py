@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import re
 
 import numpy as np
 import pytest
-from benchmarks import attention_choice, attention_drawn, attention_near, gpu_run, grouped_bounds
+from benchmarks import attention_choice, attention_drawn, attention_near, gpu_run, grouped_bounds, untuned
 from benchmarks.apart import AnsweringProcess, run_apart
 from benchmarks.attention_cases import case_named, words_of
 from benchmarks.gpu_run import Step
@@ -208,6 +209,23 @@ def test_a_draw_is_tuned_from_the_heuristic_by_different_changes():
         assert operation.heuristic_cfg(inv).fwd == forward.params
         assert operation.heuristic_cfg(of_gradient).bwd == gradient.params
     assert len({one.params.form for one in entries if one.contender == "mosaic_gpu" and one.direction == "bwd"}) == 2
+
+
+# --- untuned: what the heuristic loses ---
+
+
+@pytest.mark.slow
+def test_all_combinations_of_the_axes_of_a_given_product_are_tried():
+    if reason := compat.kernels.mosaic_gpu_reason():
+        pytest.skip(reason)
+    [inv] = untuned.calls_in(untuned.given("blocks,205,13312,512"))
+    inv = dataclasses.replace(inv, device="gpu:nvidia_h200")
+    first, *others = untuned.candidates_of(inv, 0, ["block_n", "splits", "pages"])
+    assert first == inv.kernel.heuristic_cfg(inv)
+    launches = [config.fwd for config in (first, *others) if config.implementation == "mosaic_gpu"]
+    pairs = [(launch.block_n, launch.splits) for launch in launches]
+    assert sorted(pairs) == [(block_n, splits) for block_n in (64, 128, 192) for splits in (1, 2, 4, 8)]
+    assert "xla" in {config.implementation for config in others}
 
 
 # --- norms_tpu: the arrays of a kernel in HBM ---

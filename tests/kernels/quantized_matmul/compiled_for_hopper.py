@@ -27,9 +27,9 @@ M, N, K = 8192, 8192, 7168 + 128  # an odd number of steps
 GROUPS = 8
 
 
-def dense(dtypes, rows=M, **options):
+def dense(dtypes, rows=M, columns=N, **options):
     """Return the arguments of a product."""
-    x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(((rows, K), (N, K)), dtypes, strict=True))
+    x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(((rows, K), (columns, K)), dtypes, strict=True))
     own = {} if "float16" in dtypes[0] else {"x_block": (1, None)}
     options = {**own, "w_block": (1, None), "transpose_w": True, **options}
     blocks = (x, options.get("x_block")), (w, options["w_block"])
@@ -72,6 +72,11 @@ def calls():
     yield "integers", quantized_matmul, *dense(integers, preferred_element_type="float32")
     yield "blocks", quantized_matmul, *dense(both, x_block=(1, 128), w_block=(128, 128))
     yield "blocks of columns", quantized_matmul, *dense(both, x_block=(1, 128), w_block=(1, 128))
+    for few in (64, 256, 201 * 128):  # with 512 columns tiles are split, in the third case those of the fourth round
+        yield f"{few} rows, 512 columns", quantized_matmul, *dense(both, rows=few, columns=512)
+    for block in ((128, 128), (1, 128)):
+        name = f"{block} blocks, 512 columns"
+        yield name, quantized_matmul, *dense(both, rows=205, columns=512, x_block=(1, 128), w_block=block)
     yield "few rows", quantized_matmul, *dense(both, rows=64)
     for x, w in (("bfloat16", both[0]), ("bfloat16", "float8_e5m2"), ("bfloat16", "int8"), ("float16", "int8")):
         yield f"few rows of {x} by {w}", quantized_matmul, *dense((x, w), rows=64)

@@ -236,7 +236,7 @@ class ProductKernel:
 
     def _copy_step(self, tile: ProductTile, index: Any, step: Any) -> Any:
         plan = self.plan
-        along = pl.ds(index * plan.step_size, plan.step_size)
+        along = pl.ds(self._number(index) * plan.step_size, plan.step_size)
         stage = self.pipeline.producer_acquire(step)
         full = self.pipeline.full.at[stage]
         for w in range(WARPGROUPS):
@@ -244,6 +244,10 @@ class ProductKernel:
             self.backend.copy_if(tile.rows > plan.part_rows * w, rows, self.lhs_rows.at[stage, w], full)
         self._copy_matrices(tile, along, stage)
         return step + 1
+
+    def _number(self, index: Any) -> Any:
+        """Return the number, along all of `k`, of step `index` of the tile that is copied."""
+        return index
 
     def _copy_matrices(self, tile: ProductTile, along: Any, stage: Any) -> None:
         columns = pl.ds(tile.column, self.plan.tile_columns)

@@ -30,6 +30,7 @@ from ejkernel.kernels.grouped_matmul.mosaic_gpu.product import epilogue
 
 from .few_rows_plan import HALF, FewRowsPlan
 from .plan import PROMOTED, STEP
+from .splits import added
 
 # By the number of consumers. Their sum must fit in the launch's allocation, 96 for each thread of five warpgroups:
 # otherwise a consumer waits for ever.
@@ -100,7 +101,7 @@ def multiply(plan: FewRowsPlan, *arrays: jax.Array, interpret: Any = None) -> li
         interpret=interpret,
     )
     if not plan.turned:
-        return [out]
+        return [out if plan.splits == 1 else added(out)]
     products = out.reshape(plan.turned_shape)[:, :, :, : plan.columns].sum(1).mT
     return list(products.reshape(len(products), -1, plan.columns)[:, : plan.rows])
 
@@ -145,7 +146,8 @@ class FewRowsKernel:
         plan, program = self.plan, lax.axis_index(PROGRAM)
         if plan.splits > 1:  # there are as many blocks as tiles and splits
             split = lax.div(program, plan.column_tiles)
-            steps = lax.min(plan.steps, plan.all_steps - split * plan.steps)
+            # Chunks of steps in 8 bits have fixed lengths: past the end, copies find zeros.
+            steps = lax.min(plan.steps, plan.all_steps - split * plan.steps) if plan.wide else plan.steps
             body(_Tile(None, self.row, (program - split * plan.column_tiles) * plan.tile_columns, split, 0, steps))
             return steps
         used = self.backend.uniform(self.groups[0]) if plan.group_tiles else 1
@@ -196,7 +198,8 @@ class FewRowsKernel:
                     first = lax.div(tile.row, plan.tile_rows)
                 target = self.out.at[pl.ds(first * plan.factors + column, plan.part_columns)]
             else:
-                target = self.out.at[pl.ds(tile.row, plan.tile_rows), pl.ds(column, plan.part_columns)]
+                own = self.out if plan.splits == 1 else self.out.at[tile.split]
+                target = own.at[pl.ds(tile.row, plan.tile_rows), pl.ds(column, plan.part_columns)]
             self._finish(tile, values, warpgroup, lambda values: self._store(values, target, warpgroup))
 
         self._each_tile(compute)

@@ -43,6 +43,7 @@ class FewRowsPlan:
         gated: Whether the result is multiplied by the product with a second matrix.
         factored: Whether rows of the result have factors.
         clears: Whether rows behind the only group become zero.
+        asked: The splits of rows in 8 bits.
     """
 
     rows: int
@@ -60,6 +61,7 @@ class FewRowsPlan:
     gated: bool = False
     factored: bool = False
     clears: bool = False
+    asked: int = 1
 
     @property
     def products(self) -> int:
@@ -84,7 +86,7 @@ class FewRowsPlan:
     @property
     def turned(self) -> bool:
         """Whether the kernel stores the transpose of each tile: of products, or of float32, which it cannot turn."""
-        return self.splits > 1 or (self.wide and self.out_dtype == "float32")
+        return self.wide and (self.splits > 1 or self.out_dtype == "float32")
 
     @property
     def turned_shape(self) -> tuple[int, ...]:
@@ -92,9 +94,11 @@ class FewRowsPlan:
         return self.results, self.splits, max(1, self.group_tiles), self.factors, self.tile_rows
 
     @property
-    def result_shape(self) -> tuple[int, int]:
+    def result_shape(self) -> tuple[int, ...]:
         """The shape that the kernel stores."""
-        return (math.prod(self.turned_shape[:-1]), self.tile_rows) if self.turned else (self.rows, self.columns)
+        if self.turned:
+            return math.prod(self.turned_shape[:-1]), self.tile_rows
+        return (self.rows, self.columns) if self.splits == 1 else (self.splits, self.rows, self.columns)
 
     @property
     def buffer_shape(self) -> tuple[int, int]:
@@ -148,9 +152,10 @@ class FewRowsPlan:
 
     @property
     def steps(self) -> int:
-        """Steps of a block of threads for a tile; the last split may have fewer."""
-        blocks = MULTIPROCESSORS if self.wide and not self.group_tiles else 1
-        splits = max(1, min(blocks // self.column_tiles, self.all_steps // LEAST_STEPS))
+        """Steps of a block of threads for a tile; the last split of rows in 16 bits may have fewer."""
+        splits = self.asked
+        if self.wide and not self.group_tiles:
+            splits = max(1, min(MULTIPROCESSORS // self.column_tiles, self.all_steps // LEAST_STEPS))
         return -(-self.all_steps // splits)
 
     @property
@@ -241,4 +246,5 @@ def _dense_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> FewRowsPl
         tile_columns=params.block_n,
         stages=params.stages,
         promoted=0 if not call.is_narrow or call.is_integer or call.fast else PROMOTED,
+        asked=params.splits,
     )

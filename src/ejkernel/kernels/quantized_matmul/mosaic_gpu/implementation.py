@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import jax
 
 from ejkernel.kernels import _hopper as hopper
+from ejkernel.kernels._hopper.device import MULTIPROCESSORS
 from ejkernel.kernels._hopper.tile_shapes import REGISTERS, row_tiles, tile_width
 from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
 from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMatmulCall
@@ -27,7 +28,9 @@ from .plan import (
     QuantizedPlan,
     grouped_plan,
     quantized_plan,
+    split_plan,
 )
+from .splits import SPLITS, estimated, fastest, is_promising
 
 _OUT_DTYPES = (*hopper.DTYPES, "float32")
 _LARGEST = 2**31 - 2**16  # rows and tiles are counted in int32
@@ -39,6 +42,10 @@ _STAGES = {64: 8, 128: 6, 192: 4, 256: 4}  # by columns of a tile: the most, if 
 _IN_FLIGHT = {False: 160 * 1024, True: 200 * 1024}
 # Bytes of the matrices among these, without groups: with more, 8 to 32 rows took up to 4 % longer on one H200.
 _MATRIX_IN_FLIGHT = 144 * 1024
+# Microseconds of a step of 128 rows, by whether no scale varies along `k`, and by columns; of a step of few rows.
+_STEP_US = {True: {64: 0.22, 128: 0.4, 192: 0.54, 256: 0.68}, False: {64: 0.31, 128: 0.48, 192: 0.66}}
+_FEW_ROWS_STEP = 0.15
+_FEW_ROUNDS = 8  # of tiles: in more, the last one takes little of the time
 _MOST_GROUPS = 4096  # the tile scheduler of every thread walks over all groups
 _Call = TypeVar("_Call", bound=OperationCall)
 
@@ -90,19 +97,38 @@ class QuantizedProduct(Implementation[_Call], Generic[_Call]):
         """Return why the call cannot run with these parameters; `None` if it can."""
         if params.block_m != FEW_ROWS:
             wide = f"block_m must be {FEW_ROWS} for rows of 16 bits, got {params.block_m}."
-            return wide if self.is_wide(call) else self.tile_fault(call, params)
+            return wide if self.is_wide(call) else self.tile_fault(call, params) or self.splits_fault(call, params)
         if not self.few_rows(call):
             rows = self.dense(call).rows
             return f"block_m={FEW_ROWS} is for at most {FEW_ROWS} rows with a scale each, got {rows}."
-        return _few_rows_fault(few_rows_plan(call, params))
+        return self.splits_fault(call, params) or _few_rows_fault(few_rows_plan(call, params))
+
+    def splits_fault(self, call: _Call, params: MosaicGpuParams) -> str | None:
+        """Return why blocks of threads cannot share tiles as the parameters say; `None` if they can."""
+        dense, splits = self.dense(call), params.splits
+        if splits == 1:
+            return None
+        if dense != call or self.is_wide(call):
+            return f"splits must be 1 for groups, activations and rows of 16 bits, got {splits}."
+        if params.block_m == FEW_ROWS:
+            found, fault = few_rows_plan(call, params).splits, None
+        else:
+            plan = self.plan(call, params)
+            if plan.whole_rows >= plan.rows:
+                return f"splits must be 1 where tiles fill rounds of {plan.programs} blocks of threads, got {splits}."
+            split = split_plan(plan, splits)
+            found, fault = split.splits, _memory_fault(split)
+        if 2 * found <= splits:
+            return f"splits must leave each part some of the steps of k, which suffice for {found}, got {splits}."
+        return fault
 
     def tile_fault(self, call: _Call, params: MosaicGpuParams) -> str | None:
         """Return why a launch with tiles of 128 or 256 rows cannot have these parameters; `None` if it can."""
         if params.block_n not in _WIDTHS:
             return f"block_m, block_n must be 128 or 256 and a multiple of 64, got {params.block_m, params.block_n}."
         plan = self.plan(call, params)
-        if plan.shared_bytes() > hopper.SHARED_MEMORY:
-            return f"it needs {plan.shared_bytes()} of {hopper.SHARED_MEMORY} bytes of shared memory."
+        if fault := _memory_fault(plan):
+            return fault
         # Each tile starts at the first slot: with a remainder, a slot would be overwritten while it is copied.
         if plan.pieces % plan.out_slots:
             return f"out_slots must divide {plan.pieces}, the pieces in which a tile is stored, got {plan.out_slots}."
@@ -127,11 +153,13 @@ class QuantizedProduct(Implementation[_Call], Generic[_Call]):
             plan = few_rows_plan(call, params)
             return (plan.cost() if plan.wide else plan.columns_per_program), -params.block_n
 
-        return min(deepest.values(), key=cost)
+        found = min(deepest.values(), key=cost)
+        return self._with_splits(call, found)
 
     def space(self, call: _Call) -> Collection[MosaicGpuParams]:
         """Return the search space."""
         few = list(_few_rows_params(call)) if self.few_rows(call) else []
+        few = [each for params in few for each in self._splits(call, params)]
         return few if self.is_wide(call) else [*few, *self.tile_space(call)] if few else self.tile_space(call)
 
     def tile_heuristic(self, call: _Call) -> MosaicGpuParams:
@@ -147,7 +175,42 @@ class QuantizedProduct(Implementation[_Call], Generic[_Call]):
             MosaicGpuParams(block_n=block_n, stages=stages, out_slots=out_slots)
             for stages in range(_STAGES[block_n], 1, -1)
         ]
-        return next(params for params in deepest if self.plan(call, params).shared_bytes() <= hopper.SHARED_MEMORY)
+        found = next(params for params in deepest if self.plan(call, params).shared_bytes() <= hopper.SHARED_MEMORY)
+        return self._with_splits(call, found)
+
+    def _splits(self, call: _Call, params: MosaicGpuParams) -> list[MosaicGpuParams]:
+        """Return the parameters with each number of splits that they may have and that may gain time."""
+        each = [dataclasses.replace(params, splits=splits) for splits in SPLITS]
+        return [params for params in each if params.splits == 1 or self._may_split(call, params)]
+
+    def _may_split(self, call: _Call, params: MosaicGpuParams) -> bool:
+        """Return whether a call can have these splits, and may be faster with them."""
+        if self.params_fault(call, params):
+            return False
+        if params.block_m != FEW_ROWS and (plan := self.plan(call, params)).tiles > _FEW_ROUNDS * plan.programs:
+            return False
+        return is_promising(*(self._estimated(call, dataclasses.replace(params, splits=n)) for n in (params.splits, 1)))
+
+    def _with_splits(self, call: _Call, params: MosaicGpuParams) -> MosaicGpuParams:
+        """Return the parameters, with splits if these seem clearly faster."""
+        found = self._splits(call, params)
+        return found[fastest([self._estimated(call, each) for each in found])] if len(found) > 1 else params
+
+    def _estimated(self, call: _Call, params: MosaicGpuParams) -> float:
+        """Return the estimated time of a product with one matrix, in microseconds."""
+        dense = self.dense(call)
+        if params.block_m == FEW_ROWS:
+            of_rows = few_rows_plan(call, params)
+            rounds = of_rows.tiles * of_rows.splits / MULTIPROCESSORS
+            return estimated(of_rows.steps * _FEW_ROWS_STEP, rounds, of_rows.splits, dense.rows * dense.columns)
+        plan = self.plan(call, params)
+        step_us = _STEP_US[dense.scales_outside][params.block_n] * plan.tile_rows / 128
+        if params.splits == 1:
+            return estimated(plan.steps * step_us, plan.tiles / plan.programs)
+        split = split_plan(plan, params.splits)
+        whole = estimated(plan.steps * step_us, plan.tiles // plan.programs) if plan.whole_rows else 0.0
+        rounds = split.tiles * split.splits / split.programs
+        return whole + estimated(split.steps * step_us, rounds, split.splits, split.own_rows * dense.columns)
 
     def tile_space(self, call: _Call) -> Collection[MosaicGpuParams]:
         """Return the search space of tiles of 128 or 256 rows."""
@@ -156,14 +219,20 @@ class QuantizedProduct(Implementation[_Call], Generic[_Call]):
             params = MosaicGpuParams(block_m=block_m, block_n=block_n, stages=stages, out_slots=out_slots)
             return self.tile_fault(call, params) is None
 
-        axes = {
+        def may_split(block_m: int, block_n: int, stages: int, out_slots: int, splits: int) -> bool:
+            params = MosaicGpuParams(block_m=block_m, block_n=block_n, stages=stages, out_slots=out_slots)
+            return splits == 1 or self._may_split(call, dataclasses.replace(params, splits=splits))
+
+        axes: dict[str, tuple[int, ...]] = {
             "block_m": (128, 256),
             "block_n": tuple(size for size in _WIDTHS if size < self.dense(call).columns + 64),
             "stages": (3, 4, 5, 6, 8, 10),
             "panel": (2, 4, 8, 16, 32),
             "out_slots": (1, 2, 3, 4),
         }
-        return ConfigSpace(axes, constraints=fits, build=MosaicGpuParams)
+        if not any(may_split(128, width, 3, 1, 2) for width in axes["block_n"]):
+            return ConfigSpace(axes, constraints=fits, build=MosaicGpuParams)
+        return ConfigSpace(axes | {"splits": SPLITS}, constraints=[fits, may_split], build=MosaicGpuParams)
 
 
 class MosaicGpu(QuantizedProduct[QuantizedMatmulCall]):
@@ -238,15 +307,23 @@ def _has_useful_stages(plan: FewRowsPlan) -> bool:
     return all_bytes <= _IN_FLIGHT[plan.wide] and (plan.group_tiles > 0 or of_matrices <= _MATRIX_IN_FLIGHT)
 
 
+def _memory_fault(plan: QuantizedPlan | FewRowsPlan) -> str | None:
+    if plan.shared_bytes() <= hopper.SHARED_MEMORY:
+        return None
+    return f"it needs {plan.shared_bytes()} of {hopper.SHARED_MEMORY} bytes of shared memory."
+
+
 def _few_rows_fault(plan: FewRowsPlan) -> str | None:
-    if plan.shared_bytes() > hopper.SHARED_MEMORY:
-        return f"it needs {plan.shared_bytes()} of {hopper.SHARED_MEMORY} bytes of shared memory."
+    if fault := _memory_fault(plan):
+        return fault
     if plan.wide and plan.tile_columns % FEW_ROWS:
         return f"block_n must be a multiple of {FEW_ROWS} for rows of 16 bits, got {plan.tile_columns}."
     if plan.gated and plan.tile_columns > 2 * FEW_ROWS:
         return f"block_n must be {FEW_ROWS} or {2 * FEW_ROWS} with a gate, got {plan.tile_columns}."
     if plan.stages < plan.promoted:
         return f"stages must be at least {plan.promoted}, got {plan.stages}."
+    if plan.splits > 1 and plan.programs < plan.tiles * plan.splits:
+        return f"splits of {plan.tiles} tiles must take at most {plan.programs} blocks of threads, got {plan.splits}."
     return None
 
 

@@ -55,6 +55,7 @@ class QuantizedKernel(ProductKernel):
     plan: QuantizedPlan
     memory: Any  # `QuantizedMemory`
     column_scales: Sequence[Any] = ()  # of each product
+    first_step: Any = None  # of the split that is copied
 
     def memory_types(self) -> Any:
         """See `ProductKernel`."""
@@ -73,6 +74,20 @@ class QuantizedKernel(ProductKernel):
         self.column_scales = arrays[-count:]
         super().run(arrays[:-count], results, memory)
 
+    def _operand_row(self, row: Any, tile: ProductTile) -> Any:
+        """Return the row of the left operand for a row of a tile: the tile scheduler sees splits as groups of rows."""
+        plan = self.plan
+        return row if plan.splits == 1 else row - tile.group * plan.own_rows + plan.first_row
+
+    def _copy_tile(self, tile: ProductTile, step: Any) -> Any:
+        if self.plan.splits > 1:
+            self.first_step = tile.group * self.plan.steps
+            tile = tile._replace(group=jnp.int32(0), row=self._operand_row(tile.row, tile))
+        return super()._copy_tile(tile, step)
+
+    def _number(self, index: Any) -> Any:
+        return index if self.plan.splits == 1 else self.first_step + index
+
     def _copy_step(self, tile: ProductTile, index: Any, step: Any) -> Any:
         following = super()._copy_step(tile, index, step)
         self._copy_scales(tile, index, step)
@@ -81,7 +96,7 @@ class QuantizedKernel(ProductKernel):
     def _copy_scales(self, tile: ProductTile, index: Any, step: Any) -> None:
         """Copy the scales that arrive with step `index` of a tile, which has the number `step`."""
         plan, full = self.plan, self.pipeline.full.at[self.pipeline.stage(step)]
-        first = tile.column if plan.groups == 1 else tile.group * plan.factors + tile.column
+        first = tile.column if plan.matrices == 1 else tile.group * plan.factors + tile.column
         for number, scales in enumerate(self.column_scales):
             columns, slot = scales.at[pl.ds(first, plan.tile_columns)], self._column_factors(step - index, number)
             self.backend.copy_if(index == plan.factor_step, columns, slot, full)
@@ -109,7 +124,7 @@ class QuantizedKernel(ProductKernel):
 
         @pl.when(in_group & (count > 0))
         def _some_rows() -> None:
-            row_scale = self._load_row_scale(row, in_group)  # long before it is needed
+            row_scale = self._load_row_scale(self._operand_row(row, tile), in_group)  # long before it is needed
             sums = self._promoted(tile, step, warpgroup) if plan.promoted else self._summed(step, warpgroup)
             self._finish(sums, row_scale, tile, step, warpgroup)
 

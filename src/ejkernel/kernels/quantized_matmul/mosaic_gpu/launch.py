@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from ejkernel.kernels._hopper.backend import backend_for
-from ejkernel.kernels._hopper.tile_shapes import padded, with_zeros
+from ejkernel.kernels._hopper.launch import unsliced
+from ejkernel.kernels._hopper.tile_shapes import ROWS, padded, with_zeros
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.launch import sizes_for
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.tiles import run_kernel
@@ -27,7 +31,9 @@ from .plan import (
     activated_plan,
     grouped_plan,
     quantized_plan,
+    split_plan,
 )
+from .splits import added
 
 
 class _Operands(NamedTuple):
@@ -60,7 +66,9 @@ def product(call: QuantizedMatmulCall, arrays: Any, params: MosaicGpuParams, *, 
         [x_scale] = factors
         sizes = jnp.full((1,), call.rows, jnp.int32)
         operands = _Operands(x, w[None], sizes, x_scale, w_scale[None], *blocks)
-        return _multiplied(quantized_plan(call, params), operands, interpret)[: call.rows, : call.columns]
+        plan = quantized_plan(call, params)
+        multiplied = _multiplied if params.splits == 1 else functools.partial(_partly_split, params.splits)
+        return multiplied(plan, operands, interpret)[: call.rows, : call.columns]
 
     found: jax.Array = one_by_one(compute, *(array for array in arrays if array is not None))
     return found
@@ -145,7 +153,8 @@ def _multiplied(plan: QuantizedPlan, given: _Operands, interpret: Any) -> jax.Ar
 
     with jax.enable_x64(False):  # the kernel counts in int32
         rows, (groups, columns, _) = given.x.shape[0], given.w.shape
-        x = with_zeros(given.x, (plan.rows, plan.inner))
+        room = max(rows, ROWS)
+        x = with_zeros(given.x, (room, plan.inner))
         w = with_zeros(given.w, (groups, padded(columns, ROW_TILE), plan.inner))
         if plan.blocks:
             kernel: Any = BlocksKernel(plan, backend_for(interpret))
@@ -153,12 +162,26 @@ def _multiplied(plan: QuantizedPlan, given: _Operands, interpret: Any) -> jax.Ar
             scales = in_chunks(given.x_scale), of_matrix
         else:
             kernel = QuantizedKernel(plan, backend_for(interpret))
-            of_rows = each_factor(given.x_scale, (rows,), given.x_block, plan.rows + plan.tile_rows)
+            of_rows = each_factor(given.x_scale, (rows,), given.x_block, room + plan.tile_rows)
             of_columns = each_factor(given.w_scale, (groups, columns), given.w_block, plan.factors)
             scales = of_rows, of_columns
         arrays = x, w, given.sizes, *scales
         [out] = run_kernel(kernel, arrays, (plan.rows, plan.columns), name="quantized_matmul")
     return out
+
+
+def _partly_split(splits: int, plan: QuantizedPlan, given: _Operands, interpret: Any) -> jax.Array:
+    """Return the kernel's result; blocks of threads share the tiles that whole rounds of tiles leave."""
+    split = split_plan(plan, splits)
+    # A constant with a zero at the end: XLA would run a kernel to make equal numbers.
+    sizes = np.where(np.arange(split.splits + 1) < split.splits, split.own_rows, 0).astype(np.int32)
+    sums = _multiplied(split, given._replace(sizes=jnp.asarray(sizes)), interpret)
+    sums = sums.reshape(split.splits, split.own_rows, -1)[:, : plan.rows - split.first_row]
+    rest = added(sums).astype(plan.out_dtype)
+    if not split.first_row:
+        return rest
+    whole = _multiplied(plan, given._replace(sizes=jnp.full((1,), split.first_row, jnp.int32)), interpret)
+    return lax.dynamic_update_slice(unsliced(whole), rest, (split.first_row, 0))
 
 
 def _of_each_row(scale: jax.Array, shape: tuple[int, ...], block: Block) -> jax.Array:
@@ -170,4 +193,5 @@ def _of_each_row(scale: jax.Array, shape: tuple[int, ...], block: Block) -> jax.
 def _of_columns(scale: jax.Array, plan: QuantizedPlan) -> jax.Array:
     """Return the scales of 1x128 blocks of columns as `[groups * steps, columns]`, with room for whole tiles."""
     of_steps = jnp.swapaxes(scale.astype(jnp.float32), 1, 2).reshape(-1, scale.shape[1])
-    return jnp.pad(of_steps, ((0, 0), (0, plan.column_tiles * plan.tile_columns - scale.shape[1])))
+    more_steps = plan.groups * plan.steps - len(of_steps)
+    return jnp.pad(of_steps, ((0, more_steps), (0, plan.column_tiles * plan.tile_columns - scale.shape[1])))

@@ -49,6 +49,9 @@ class MosaicGpuParams(NamedFields):
         panel: Rows of tiles in a panel of the tile order; inside a panel rows vary fastest. Unused if `block_m` is 64.
         out_slots: Staging buffers of the epilogue: pieces of the result that are copied at once. Unused if `block_m` is
             64.
+        splits: The most blocks of threads that share the `k` of a tile. Each stores float32 sums, which XLA adds in
+            order. Whole rounds of tiles remain as they are: only the rest is split. For one matrix only; rows of 16
+            bits take 1, because their kernel chooses the number.
     """
 
     block_m: int = 128
@@ -56,6 +59,7 @@ class MosaicGpuParams(NamedFields):
     stages: int = 4
     panel: int = 16
     out_slots: int = 2
+    splits: int = 1
 
     def __post_init__(self) -> None:
         check_parameters(
@@ -65,6 +69,7 @@ class MosaicGpuParams(NamedFields):
             stages=range(2, 25),
             panel=range(1, 257),
             out_slots=range(1, 5),
+            splits=range(1, 65),
         )
 
 
@@ -78,6 +83,9 @@ class QuantizedPlan(ProductPlan):
         blocks: Whether scales are those of 1x128 blocks of rows; else of whole rows.
         thin: Whether the blocks of `w` are 1x128, too; else 128x128.
         clears: Whether rows outside all groups become zero; else they remain unwritten, and the caller cuts them off.
+        splits: Parts of `k`. If there are several, the groups are these, each with all rows from `first_row` on, and
+            the result has the rows of all groups.
+        first_row: The first row of the left operand.
     """
 
     w_dtype: str
@@ -85,6 +93,38 @@ class QuantizedPlan(ProductPlan):
     blocks: bool = False
     thin: bool = False
     clears: bool = False
+    splits: int = 1
+    first_row: int = 0
+
+    @property
+    def matrices(self) -> int:
+        """Matrices of the right operand."""
+        return self.groups // self.splits
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of the product with one matrix."""
+        return self.rows // self.splits
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the product with one matrix, counting a cluster's as one."""
+        return -(-self.own_rows // (self.tile_rows * self.cluster)) * self.column_tiles
+
+    @property
+    def whole_rows(self) -> int:
+        """Rows of the product with one matrix whose tiles fill whole rounds: those of fewer rows than a round is 0."""
+        rounds = self.tiles // self.programs
+        return rounds * self.programs // self.column_tiles * self.tile_rows * self.cluster
+
+    @property
+    def steps(self) -> int:
+        """See `ProductPlan`; the last split may read past the end, where copies find zeros."""
+        steps = super().steps
+        if self.splits == 1:
+            return steps
+        # A copy of scales that begins between multiples of 16 bytes is an illegal instruction.
+        return padded(-(-steps // self.splits), CHUNK if self.blocks else 1)
 
     @property
     def step_size(self) -> int:
@@ -253,7 +293,7 @@ def quantized_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> Quanti
         panel=params.panel,
         out_slots=params.out_slots,
         transpose_rhs=True,
-        cluster=_cluster(call.rows, params) if blocks else 1,  # whole rows gain nothing
+        cluster=_cluster(call.rows, params.block_m) if blocks else 1,  # whole rows gain nothing
         scaled=not blocks,
         promoted=1 if blocks else 0 if call.is_integer or call.fast else PROMOTED,
         blocks=blocks,
@@ -261,9 +301,28 @@ def quantized_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> Quanti
     )
 
 
-def _cluster(rows: int, params: MosaicGpuParams) -> int:
+def split_plan(plan: QuantizedPlan, splits: int) -> QuantizedPlan:
+    """Return the plan that splits what whole rounds of tiles leave of a dense product.
+
+    Its rows are those of whole consumers, so that sums are stored in whole copies.
+    """
+    steps = dataclasses.replace(plan, splits=splits).steps
+    splits = -(-plan.steps // steps)
+    rows = padded(plan.rows - plan.whole_rows, plan.part_rows)
+    return dataclasses.replace(
+        plan,
+        rows=rows * splits,
+        groups=splits,
+        out_dtype="float32",
+        cluster=_cluster(rows, plan.tile_rows) if plan.cluster > 1 else 1,
+        splits=splits,
+        first_row=plan.whole_rows,
+    )
+
+
+def _cluster(rows: int, tile_rows: int) -> int:
     """Return the blocks of threads in a cluster: 2 if nearly all of them have their own rows."""
-    tiles = -(-rows // params.block_m)
+    tiles = -(-rows // tile_rows)
     return 2 if tiles % 2 == 0 or tiles >= _TILES_FOR_CLUSTERS else 1
 
 
