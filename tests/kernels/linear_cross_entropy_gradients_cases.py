@@ -49,5 +49,9 @@ SUBJECT = Subject(
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3},
     spaces={"one head": in_use(8192, 4096, 128256, ((8192,), "float32"))},
-    odd={"odd sizes": in_use(1333, 264, 8200, ((1333,), "float32"), transpose_weight=True)},
+    odd={
+        "odd sizes": in_use(1333, 264, 8200, ((1333,), "float32"), transpose_weight=True),
+        "odd vocabulary": in_use(333, 384, 8201, ((333,), "float32"), transpose_weight=True),
+        "pieces": in_use(1333, 264, 8200, ((1333,), "float32")),
+    },
 )

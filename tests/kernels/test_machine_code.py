@@ -96,11 +96,11 @@ def innermost_loops(lines, instruction):
 
 def test_no_kernel_of_the_loss_spills():
     compiled = printed_for(Path(__file__).parent / "linear_cross_entropy" / "compiled_for_hopper.py")
-    assert len(compiled) == 7
+    assert len(compiled) == 12
     assert spilling(compiled) == []
-    assert sum("linear_cross_entropy_product" in report for report in compiled.values()) == 3
+    assert sum("linear_cross_entropy_product" in report for report in compiled.values()) == 6
     # Chunks of rows add to the weight's gradient in place.
-    assert sum("linear_cross_entropy_sum" in report for report in compiled.values()) == 2
+    assert sum("linear_cross_entropy_sum" in report for report in compiled.values()) == 4
 
 
 # --- paged attention ---

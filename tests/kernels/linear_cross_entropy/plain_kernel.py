@@ -20,12 +20,15 @@ def run_head(plan, arrays, into=(), *, interpret=None):
         return [jnp.where(arrays[at][0] != 0, y, before) for y, before in zip(found, into, strict=True)]
     x, weight, *others = arrays
     if plan.mode == PRODUCT:
-        product = jnp.dot(x, weight.T if plan.transpose_weight else weight, preferred_element_type=jnp.float32)
-        return [(product * others[0][:, None]).astype(x.dtype)]
+        matrix = weight.T if plan.transpose_weight else weight
+        product = jnp.dot(x[:, : len(matrix)], matrix, preferred_element_type=jnp.float32)
+        return [(product * others[0][: len(x), None]).astype(x.dtype)]
+    rows, x = len(x), jnp.pad(x, ((0, plan.rows - len(x)), (0, 0)))
     bias = others.pop(0) if plan.bias else None
     labels, *others = others
     start = others.pop(0)[0] if plan.mode == GRADIENT else jnp.int32(0)
     raw = jnp.dot(x, weight.T if plan.transpose_weight else weight, preferred_element_type=jnp.float32)
+    raw = jnp.pad(raw, ((0, 0), (0, plan.width - raw.shape[1])))
     numbers = start + jnp.arange(plan.columns)
     raw = lax.dynamic_slice_in_dim(raw, start, plan.columns, 1)
     raw = raw if bias is None else raw + lax.dynamic_slice_in_dim(bias, start, plan.columns)
@@ -38,18 +41,24 @@ def run_head(plan, arrays, into=(), *, interpret=None):
     s = jnp.where(removed, -jnp.inf, finite)
     hit = numbers == labels[:, None]
     if plan.mode == GRADIENT:
-        return [_gradient(plan, s, finite, slope, hit, *others).astype(x.dtype)]
+        return [_gradient(plan, s, finite, slope, hit, *others).astype(x.dtype)[:rows]]
     relative_to = others[1] if plan.mode == EXPONENTIALS else None
     parts = _parts(plan, s, hit, relative_to)
     found = [jnp.stack(parts[name]) for name in plan.per_tile]
     if plan.mode == EXPONENTIALS:
-        found.append((jnp.exp2(s * jnp.log2(jnp.e) - relative_to[:, None]) * slope).astype(x.dtype))
+        found.append((jnp.exp2(s * jnp.log2(jnp.e) - relative_to[:, None]) * slope).astype(x.dtype)[:rows])
     return found
 
 
 def add_product(total, left, right, *, interpret=None):
     """Return the result of `sums.add_product`."""
+    left, right = (x[:, :size] for x, size in zip((left, right), total.shape, strict=True))
     return total + jnp.dot(left.T, right, preferred_element_type=total.dtype)
+
+
+def product(left, right, rows, dtype, *, interpret=None):
+    """Return the result of `sums.product`."""
+    return jnp.dot(left[:, :rows].T, right, preferred_element_type=dtype)
 
 
 def _parts(plan, s, hit, relative_to):

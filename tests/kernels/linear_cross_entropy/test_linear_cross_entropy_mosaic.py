@@ -51,22 +51,24 @@ def simulated(monkeypatch):
     def run(*, detect_races=False):
         monkeypatch.setattr(plan, "MULTIPROCESSORS", 2)
         for implementation in (MosaicGpu, MosaicGpuGradients):
-            interpret = mosaic_gpu.InterpretGPUParams(detect_races=detect_races)
+            # A stand-in for additions in memory reads past the end of an array, and never stores what it found there.
+            options = {"detect_races": detect_races, "out_of_bounds_reads": "uninitialized"}
+            interpret = mosaic_gpu.InterpretGPUParams(**options)
             monkeypatch.setattr(implementation, "interpret", interpret)
 
     run()
     return run
 
 
-def arrays(*, columns=COLUMNS, transpose_weight=False, bias=False):
+def arrays(*, rows=ROWS, columns=COLUMNS, transpose_weight=False, bias=False):
     """Return rows, weight, labels with ignored ones, factors of the losses, and the bias, if any."""
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((ROWS, INNER)), jnp.bfloat16)
+    x = jnp.asarray(rng.standard_normal((rows, INNER)), jnp.bfloat16)
     shape = (columns, INNER) if transpose_weight else (INNER, columns)
     weight = jnp.asarray(0.3 * rng.standard_normal(shape), jnp.bfloat16)
-    labels = rng.integers(0, columns - REMOVED, ROWS)
+    labels = rng.integers(0, columns - REMOVED, rows)
     labels[::7] = -100
-    factors = np.where(labels < 0, 0, rng.random(ROWS))
+    factors = np.where(labels < 0, 0, rng.random(rows))
     added = rng.standard_normal(columns)
     added[-REMOVED:] = -np.inf
     found = x, weight, jnp.asarray(labels, jnp.int32), jnp.asarray(factors, jnp.float32)
@@ -130,11 +132,15 @@ def test_three_products_in_chunks_give_the_loss_and_gradients(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("largest_sum", [gradients.LARGEST_SUM, 1.0], ids=["", "computed again"])
-def test_a_soft_cap_with_overlapping_epilogues_has_no_races(simulated, monkeypatch, largest_sum):
+@pytest.mark.parametrize(
+    ("largest_sum", "columns"),
+    [(gradients.LARGEST_SUM, COLUMNS), (1.0, COLUMNS), (gradients.LARGEST_SUM, 328)],
+    ids=["", "computed again", "pieces"],
+)
+def test_a_soft_cap_with_overlapping_epilogues_has_no_races(simulated, monkeypatch, largest_sum, columns):
     simulated(detect_races=True)
     monkeypatch.setattr(gradients, "LARGEST_SUM", largest_sum)
-    args = arrays()
+    args = arrays(columns=columns)
     options = {"statistics": ("max",), "logits_soft_cap": 3.0, "z_loss": 0.01}
     run, reference = loss_and_gradients(args, MosaicGpuParams(lag=1, cluster=2, **SMALL), **options)
     assert_all_near(reference(*args), run(*args), 3)
@@ -168,6 +174,90 @@ def test_columns_beyond_a_vocabulary_of_whole_pieces_count_for_nothing(pieces, o
     args = abs(x), -8 * abs(weight), *per_row
     run, reference = loss_and_gradients(args, MosaicGpuParams(**SMALL, **options), statistics=("max",))
     assert_all_near(reference(*args), run(*args), 3)
+
+
+# --- arrays of any size: the last tile is partial, and few are padded ---
+
+EVERY = {"gradients": ("x", "weight", "bias"), "statistics": ("max",), "z_loss": 0.01, "logits_scale": 0.7}
+CAPPED = {"gradients": ("x", "weight"), "logits_soft_cap": 3.0}
+ANY_SIZE = [
+    (True, 331, {}, EVERY | {"label_smoothing": 0.1}),
+    (True, 331, {"chunk": 128}, CAPPED),
+    (True, 331, {"form": "vocabulary", "chunk": 256}, CAPPED | {"statistics": ("sum",), "label_smoothing": 0.1}),
+    (True, 331, {"form": "vocabulary", "chunk": 256, "block_n": 128}, EVERY),
+    (True, 72, {"block_n": 128, "cluster": 2, "lag": 1}, CAPPED),
+    (True, 13, {}, EVERY),
+    (False, 328, {"chunk": 128, "cluster": 2, "lag": 1}, CAPPED),
+    (False, 328, {"form": "vocabulary", "chunk": 256}, EVERY | {"label_smoothing": 0.1}),
+    (False, 328, {"chunk": 128, "accumulation_dtype": "bfloat16"}, EVERY),
+    (False, 331, {"block_n": 128}, CAPPED | {"label_smoothing": 0.0}),
+    (False, 40, {}, EVERY),
+    (False, 13, {"form": "vocabulary"}, CAPPED),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(("transposed", "columns", "params", "options"), ANY_SIZE, ids=str)
+def test_arrays_of_any_size_give_the_loss_and_gradients(transposed, columns, params, options):
+    rows = ROWS if params else 139
+    args = arrays(rows=rows, columns=columns, transpose_weight=transposed, bias="bias" in options["gradients"])
+    options = options | {"transpose_weight": transposed}
+    run, reference = loss_and_gradients(args, MosaicGpuParams(**SMALL, **params), **options)
+    found, expected = run(*args), reference(*args)
+    assert_all_near(expected, found, len(expected) - len(options["gradients"]))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(
+    ("transposed", "columns", "options"), [(True, 331, {}), (False, 328, {"form": "vocabulary", "chunk": 256})]
+)
+def test_statistics_of_arrays_of_any_size_and_their_gradients_match_the_reference(transposed, columns, options):
+    x, weight, labels, _ = arrays(columns=columns, transpose_weight=transposed)
+    given = {"statistics": ("sum", "expected", "max"), "transpose_weight": transposed}
+    args, given, call = described(linear_cross_entropy, (x, weight, labels), given)
+    expected, pull = jax.vjp(lambda *args: linear_cross_entropy.reference(*args, labels, **given), *wide((x, weight)))
+    cotangents = tuple(jnp.cos(y) for y in expected)
+
+    @jax.jit
+    def run(*args):
+        params = MosaicGpuParams(**SMALL, **options)
+        out, _ = MosaicGpu().forward(call, *args, params=params)
+        return *out, *MosaicGpu().backward(call, (), out, cotangents, *args, params=params)[:2]
+
+    assert_all_near((*expected, *pull(cotangents)), run(*args), 5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(("transposed", "columns"), [(True, 331), (False, 328)])
+def test_a_kernel_multiplies_by_a_weight_that_ends_anywhere(monkeypatch, transposed, columns):
+    monkeypatch.setattr(plan, "_LEAST_COLUMNS", INNER)
+    monkeypatch.setattr(plan, "_LEAST_USE", 0)
+    args = arrays(columns=columns, transpose_weight=transposed)
+    options = {"gradients": ("x",), "transpose_weight": transposed}
+    run, reference = loss_and_gradients(args, MosaicGpuParams(**SMALL), **options)
+    assert f"linear_cross_entropy_{plan.PRODUCT}" in str(jax.make_jaxpr(run)(*args))
+    assert_all_near(reference(*args), run(*args), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("transposed", "columns", "params", "is_padded"),
+    [
+        (True, 331, {}, True),
+        (True, 331, {"form": "vocabulary"}, False),
+        (True, 328, {}, False),
+        (False, 328, {}, False),
+        (False, 331, {}, True),
+    ],
+)
+def test_a_weight_is_padded_only_where_copies_or_products_need_it(transposed, columns, params, is_padded):
+    args = arrays(columns=columns, transpose_weight=transposed)
+    run, _ = loss_and_gradients(args, MosaicGpuParams(**params), transpose_weight=transposed)
+    padded = re.findall(r":bf16\[(\d+),(\d+)\] = pad", str(jax.make_jaxpr(run)(*args)))
+    assert is_padded == any("384" in sizes for sizes in padded)
 
 
 @pytest.mark.slow
@@ -292,6 +382,7 @@ def replaced(monkeypatch):
 
     monkeypatch.setattr(kernel, "run_head", plain_kernel.run_head)
     monkeypatch.setattr(sums, "add_product", plain_kernel.add_product)
+    monkeypatch.setattr(sums, "product", plain_kernel.product)
     monkeypatch.setattr(gradients, "SAMPLED", 4)
     monkeypatch.setattr(gradients, "RUN", 1)
     x, *others = arrays(bias=True)
@@ -337,24 +428,29 @@ def test_without_any_column_gradients_are_zero(replaced, form, options):
 
 
 @pytest.mark.slow
-def test_a_vocabulary_over_two_devices_gives_the_loss_and_gradients_of_one(replaced):
-    own = COLUMNS // 2
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_vocabulary_over_two_devices_gives_the_loss_and_gradients_of_one(replaced, transposed):
+    own = COLUMNS // 2  # an odd number
+    x, weight, labels, factors, bias = replaced
+    whole = x, weight.T if transposed else weight, labels, factors, bias
     mesh = jax.make_mesh((2,), ("vocabulary",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 
     def part(x, weight, labels, factors, bias):
         labels = labels - own * lax.axis_index("vocabulary")
-        args, run = prepared((x, weight, labels, factors, bias), vocab_axis="vocabulary")
+        options = {"vocab_axis": "vocabulary", "transpose_weight": transposed}
+        args, run = prepared((x, weight, labels, factors, bias), **options)
         lse, label, total, top, dx, dweight, dbias = run(*args)
         label, total, dx = lax.psum((label, total, dx.astype(jnp.float32)), "vocabulary")
         return lse, label, total, top, dx, dweight, dbias
 
-    weights, biases = P(None, "vocabulary"), P("vocabulary")
+    biases = P("vocabulary")
+    weights = biases if transposed else P(None, "vocabulary")
     run = jax.shard_map(
         part, mesh=mesh, in_specs=(P(), weights, P(), P(), biases), out_specs=(*[P()] * 5, weights, biases)
     )
-    _, options, _ = described(linear_cross_entropy_gradients, replaced, LOSS)
-    expected = linear_cross_entropy_gradients.reference(*wide(replaced), **options)
-    assert_all_near(expected, jax.jit(run)(*replaced), 4)
+    _, options, _ = described(linear_cross_entropy_gradients, whole, LOSS | {"transpose_weight": transposed})
+    expected = linear_cross_entropy_gradients.reference(*wide(whole), **options)
+    assert_all_near(expected, jax.jit(run)(*whole), 4)
 
 
 @pytest.mark.slow
@@ -471,6 +567,36 @@ def test_a_sum_in_bfloat16_takes_no_memory_of_its_own():
     assert (
         support.estimated_bytes(call, found) - support.estimated_bytes(narrow, found) == 4 * call.inner * call.columns
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 128256),
+        ({"columns": 50264}, 50304),
+        ({"columns": 50264, "tokens": 1024}, 50264),
+        ({"columns": 50257, "tokens": 1024}, 50304),
+        ({"columns": 50264, "transpose_weight": True}, 50264),
+        ({"columns": 50257, "transpose_weight": True}, 50304),
+        ({"columns": 50257, "transpose_weight": True, "gradients": ()}, 50257),
+        ({"columns": 50264, "transpose_weight": True, "inner": 4097}, 50304),
+    ],
+    ids=str,
+)
+def test_a_weight_is_copied_only_where_the_kernels_need_it(changes, expected):
+    call = dataclasses.replace(CALL, **changes)
+    inner, columns = plan.padded_sizes(call, MosaicGpuParams())
+    assert (inner - call.inner, columns) == (-call.inner % 8, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "copies"), [({}, 0), ({"tokens": 512}, 1), ({"columns": 50257}, 1), ({"inner": 4097}, 2)], ids=str
+)
+def test_an_estimate_counts_the_exponentials_and_copies_of_the_weight(changes, copies):
+    sizes = {"tokens": 1024, "columns": 50264, "transpose_weight": True}
+    call = dataclasses.replace(CALL, **sizes | changes)
+    expected = 2 * call.columns * (call.tokens + copies * call.inner)
+    assert expected < support.estimated_bytes(call, MosaicGpuParams()) < 1.05 * expected
 
 
 def test_a_search_also_tries_all_rows_at_once():

@@ -197,8 +197,14 @@ class Interpreter:
         pl.when(jnp.logical_not(condition))(lambda: plgpu.barrier_arrive(barrier))
 
     def add_to_memory(self, source: Any, target: Any) -> None:
-        """See `Hopper.add_to_memory`; the interpreter runs one block of threads after another."""
-        target[...] = target[...] + source[...]
+        """See `Hopper.add_to_memory`; the interpreter runs one block of threads after another.
+
+        Only a copy is clipped at the end of an array. Past it, `out_of_bounds_reads="uninitialized"` reads anything.
+        """
+        source[...] = target[...] + source[...]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(source, target)
+        plgpu.wait_smem_to_gmem(0)
 
     def uniform(self, number: Any) -> Any:
         """See `Hopper.uniform`."""

@@ -38,7 +38,9 @@ def numbered(axis: int) -> Any:
     return plgpu.broadcasted_iota(jnp.int32, (ROWS, PIECE), axis, layout=plgpu.Layout.WGMMA)
 
 
-def store_piece(values: Any, buffers: Any, at: tuple[Any, int], copy: Callable[[Any], None]) -> None:
+def store_piece(
+    values: Any, buffers: Any, at: tuple[Any, int], copy: Callable[[Any], None], *, copied: Any = None
+) -> None:
     """Copy a piece to global memory, through the next staging buffer of this warpgroup.
 
     Args:
@@ -46,12 +48,13 @@ def store_piece(values: Any, buffers: Any, at: tuple[Any, int], copy: Callable[[
         buffers: The staging buffers of all warpgroups. The number per warpgroup divides the pieces of a tile.
         at: The numbers of this warpgroup, and of the piece among those of a tile.
         copy: Starts the copy of a buffer to global memory.
+        copied: The view of the buffers that `copy` takes, if it is another one.
     """
     warpgroup, index = at
     count = buffers.shape[1]
-    buffer = buffers.at[warpgroup, index % count]
+    place = warpgroup, index % count
     # The copy that last read this buffer is the oldest of `count` copies.
     plgpu.wait_smem_to_gmem(count - 1, wait_read_only=True)
-    buffer[...] = values
+    buffers.at[place][...] = values
     plgpu.commit_smem()
-    copy(buffer)
+    copy((buffers if copied is None else copied).at[place])

@@ -17,6 +17,7 @@ ROW_BYTES = 128  # of a piece of the result in the epilogue: one swizzle
 PIECE = 64  # columns that an epilogue handles at once: one swizzle of 16-bit numbers
 TILE = (8, 64)  # rows and columns of a tile of shared memory
 ALIGNED = 64  # columns are padded to whole tiles of shared memory
+ALIGNED_ROW = 8  # elements of 16 bits: rows of an array that TMA copies are multiples of 16 bytes
 REGISTERS = Registers(producer=40, consumer=232)
 OVERHEAD = 2 * 1024  # bytes of shared memory for barriers and the alignment of buffers
 
@@ -24,6 +25,11 @@ OVERHEAD = 2 * 1024  # bytes of shared memory for barriers and the alignment of 
 def padded(size: int, multiple: int) -> int:
     """Return a size rounded up."""
     return -(-size // multiple) * multiple
+
+
+def in_whole_tiles(shape: tuple[int, int]) -> bool:
+    """Return whether a matrix consists of whole tiles of shared memory."""
+    return not any(size % tile for size, tile in zip(shape, TILE, strict=True))
 
 
 def tile_width(columns: int, widths: Sequence[int], rows: int) -> int:

@@ -114,16 +114,23 @@ def _is_one(chunk: int | None, length: Any) -> bool:
 
 
 def over_rows(
-    step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, arrays: Any, chunk: int | None, lse: Any = None
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    carry: Any,
+    arrays: Any,
+    chunk: int | None,
+    lse: Any = None,
+    multiple: int = 1,
 ) -> Any:
     """Scan over chunks of rows; the last is padded with zeros, and `lse` so that their softmax is 0.
 
-    Without a carry, `None`, the first chunk makes it: a sum need not start from zeros.
+    Chunks have a multiple of `multiple` rows, as `chunk` is. Without a carry, `None`, the first chunk makes it: a sum
+    need not start from zeros.
     """
     rows = jax.tree.leaves(arrays)[0].shape[0]
     if chunk is None or _is_one(chunk, rows):
         return step(carry, (*arrays, lse))
     size = -(-rows // -(-rows // chunk))  # equal chunks need the least padding
+    size += -size % multiple
     cut = (
         *(jax.tree.map(lambda x: _cut(x, size), y) for y in arrays),
         None if lse is None else _cut(lse, size, jnp.inf),

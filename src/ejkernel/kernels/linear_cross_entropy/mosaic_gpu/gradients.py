@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.kernels._hopper.tile_shapes import TILE
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.linear_cross_entropy._xla_loops import over_columns, over_rows
 from ejkernel.kernels.linear_cross_entropy.common import (
@@ -39,7 +40,7 @@ _LEAST_SOFTMAX = 2.0**-10  # of the softmax's coefficient relative to the token'
 
 
 class Gradients(NamedTuple):
-    """Gradients of `x`, and of the padded weight and bias; the latter is `None` without bias."""
+    """Gradients of `x`, and of the weight and bias, padded or not; the latter is `None` without bias."""
 
     x: jax.Array
     weight: jax.Array
@@ -56,10 +57,10 @@ class _Relative(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadGradients:
-    """Gradients of the arrays of a padded head; see the module's text.
+    """Gradients of the arrays of a head; see the module's text.
 
     Attributes:
-        head: The padded weight and bias.
+        head: The weight and bias, padded or not.
         columns: The number of columns over which label smoothing spreads.
     """
 
@@ -76,7 +77,7 @@ class HeadGradients:
         The weight's gradient is in `dtype`, and added to `total`, if any.
         """
         head, call, rows = self.head, self.head.call, Rows.of(x, labels)
-        factors = rows.numbers(factors)
+        factors = factors.astype(jnp.float32)
         relative_to, found, _ = self._exponentials(rows)
         # Merged here, so that its type says that all devices have the same numbers: a loop's carry loses that.
         lse = merged_lse(relative_to + jnp.log(found.total), call.vocab_axis)
@@ -86,15 +87,15 @@ class HeadGradients:
         if call.logits_soft_cap is not None:
             at_label = at_label * (1 - jnp.square(found.label / call.logits_soft_cap))
         at_label = jnp.where(found.label == -jnp.inf, 0, at_label)  # a removed column
-        matrix = _with_labels(found.matrix, jnp.where(head.owns(rows.labels), rows.labels, head.columns), at_label)
+        at = jnp.where(head.owns(labels), labels, found.matrix.shape[1])
+        matrix = _with_labels(found.matrix, at, at_label)
         factor = factors * softmax * jnp.exp(relative_to - lse) * call.logits_scale
         constant = None if unit.constant is None else factors * unit.constant * call.logits_scale
         # Where all columns are removed, gradients are 0, not 0 times infinity.
         factor, constant = jax.tree.map(lambda y: jnp.where(lse == -jnp.inf, 0, y), (factor, constant))
         made = self._by_factors(rows, matrix, factor, constant, dtype, total)
         total_of_logits = self._sum_of_logits(rows) if "sum" in call.statistics else None
-        statistics = Statistics(lse, found.label, total_of_logits, None, merged_max(found.max, call.vocab_axis))
-        return made._replace(x=made.x[: rows.own]), jax.tree.map(lambda y: y[: rows.own], statistics)
+        return made, Statistics(lse, found.label, total_of_logits, None, merged_max(found.max, call.vocab_axis))
 
     def _exponentials(self, rows: Rows) -> _Relative:
         """Return exponentials with sums in range."""
@@ -144,12 +145,14 @@ class HeadGradients:
         head, transposed = self.head, self.head.call.transpose_weight
         dx = head.gradient_of_rows(matrix, factor) if constant is None else None
         if dx is None:
-            dx = _product(matrix, head.weight, (1, 0 if transposed else 1), jnp.float32) * factor[:, None]
+            dx = self._by_weight(matrix, head.weight, jnp.float32) * factor[:, None]
         left = (rows.x * factor[:, None]).astype(rows.x.dtype)
-        dweight = self._weight_gradient(left, matrix, dtype, total)
-        dbias = None if head.bias is None else (matrix.astype(jnp.float32) * factor[:, None]).sum(axis=0)
+        dweight = self._weight_gradient(left, matrix, head.own_columns, dtype, total)
+        dbias = None
+        if head.bias is not None:
+            dbias = (matrix.astype(jnp.float32) * factor[:, None]).sum(axis=0)[: head.own_columns]
         if constant is not None:
-            seen = self._seen()
+            seen = self._seen()[: head.own_columns]
             dx = dx + constant[:, None] * self._sum_of_columns()
             rank_one = (rows.x.astype(jnp.float32) * constant[:, None]).sum(axis=0)
             added = seen[:, None] * rank_one if transposed else rank_one[:, None] * seen
@@ -157,10 +160,22 @@ class HeadGradients:
             dbias = None if dbias is None else dbias + constant.sum() * seen
         return Gradients(dx.astype(rows.x.dtype), dweight, dbias)
 
-    def _weight_gradient(self, x: jax.Array, matrix: jax.Array, dtype: Any, total: jax.Array | None) -> jax.Array:
-        """Return the product of rows and a matrix of their columns in `dtype`, or its sum with `total`."""
-        left, right = (matrix, x) if self.head.call.transpose_weight else (x, matrix)
-        return _product(left, right, (0, 0), dtype) if total is None else self.head.add_product(total, left, right)
+    def _by_weight(self, matrix: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
+        """Return the product of a matrix and columns of the weight."""
+        axis = 0 if self.head.call.transpose_weight else 1
+        return _product(matrix[:, : weight.shape[axis]], weight, (1, axis), dtype)
+
+    def _weight_gradient(
+        self, x: jax.Array, matrix: jax.Array, columns: int, dtype: Any, total: jax.Array | None
+    ) -> jax.Array:
+        """Return the product of rows and the first columns of a matrix in `dtype`, or its sum with `total`."""
+        head, transposed = self.head, self.head.call.transpose_weight
+        left, right = (matrix, x) if transposed else (x, matrix)
+        if total is not None:
+            return head.add_product(total, left, right)
+        if transposed and columns < matrix.shape[1]:
+            return head.product(matrix, x, columns, dtype)
+        return _product(left, right, (0, 0), dtype)
 
     def _seen(self) -> jax.Array:
         """Return 1 for each column that is not removed, 0 for the others and for padding."""
@@ -199,9 +214,8 @@ class HeadGradients:
         The weight's gradient is in `dtype`, and added to `total`, if any.
         """
         rows = Rows.of(x, labels)
-        d = self.head.gradient_of_logits(rows, rows.numbers(lse), jax.tree.map(rows.numbers, given))
-        made = self._by_products(rows, self.head.weight, d, (x.dtype, dtype), total)
-        return made._replace(x=made.x[: rows.own])
+        d = self.head.gradient_of_logits(rows, lse, given)
+        return self._by_products(rows, self.head.weight, d, self.head.own_columns, (x.dtype, dtype), total)
 
     def by_columns(
         self, x: jax.Array, labels: jax.Array, given: Coefficients, lse: jax.Array, chunk: int | None
@@ -209,12 +223,11 @@ class HeadGradients:
         """Return the gradients; each chunk finishes its columns of the weight's gradient."""
         head, rows = self.head, Rows.of(x, labels)
         axis, bias = 0 if head.call.transpose_weight else 1, head.bias
-        given, lse = jax.tree.map(rows.numbers, given), rows.numbers(lse)
 
         def step(made: Gradients, start: Any, count: int) -> Gradients:
             d = head.gradient_of_logits(rows, lse, given, start, count)
             weight = lax.dynamic_slice_in_dim(head.weight, start, count, axis)
-            own = self._by_products(rows, weight, d, (jnp.float32, head.weight.dtype))
+            own = self._by_products(rows, weight, d, count, (jnp.float32, head.weight.dtype))
             dweight = lax.dynamic_update_slice_in_dim(made.weight, own.weight, start, axis)
             dbias = None
             if own.bias is not None and made.bias is not None:
@@ -228,15 +241,22 @@ class HeadGradients:
         )
         zeros = unify_varying((zeros, rows.x, head.weight, lse, given))[0]
         made = over_columns(step, zeros, head.columns, chunk)
-        return made._replace(x=made.x[: rows.own].astype(x.dtype))
+        return made._replace(x=made.x.astype(x.dtype))
 
     def _by_products(
-        self, rows: Rows, weight: jax.Array, d: jax.Array, dtypes: tuple[Any, Any], total: jax.Array | None = None
+        self,
+        rows: Rows,
+        weight: jax.Array,
+        d: jax.Array,
+        columns: int,
+        dtypes: tuple[Any, Any],
+        total: jax.Array | None = None,
     ) -> Gradients:
-        transposed = self.head.call.transpose_weight
-        dx = _product(d, weight, (1, 0 if transposed else 1), dtypes[0])
-        dweight = self._weight_gradient(rows.x, d, dtypes[1], total)
-        return Gradients(dx, dweight, None if self.head.bias is None else d.astype(jnp.float32).sum(axis=0))
+        """Return the gradients of some columns from the gradient of their logits."""
+        dx = self._by_weight(d, weight, dtypes[0])
+        dweight = self._weight_gradient(rows.x, d, columns, dtypes[1], total)
+        dbias = None if self.head.bias is None else d.astype(jnp.float32).sum(axis=0)[:columns]
+        return Gradients(dx, dweight, dbias)
 
 
 def summed_over_rows(
@@ -265,7 +285,8 @@ def summed_over_rows(
             total = unify_varying((total._replace(bias=bias), sums))[0]
         return total, (made.x, more)
 
-    sums, (dx, more) = over_rows(step, None, arrays, chunk, lse)
+    # Sums need rows of whole tiles: otherwise the weight's gradient would be a product in pieces.
+    sums, (dx, more) = over_rows(step, None, arrays, chunk, lse, TILE[0])
     return Gradients(dx, sums.weight.astype(weight.dtype), sums.bias), more
 
 

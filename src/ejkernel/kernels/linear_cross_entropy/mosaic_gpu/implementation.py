@@ -77,7 +77,7 @@ class MosaicGpu(_OnHopper):
         """Return the statistics."""
         x, weight, labels, *bias = unify_varying(args)
         head = PaddedHead.of(call, params, weight, bias[0] if bias else None, self.interpret)
-        return _wanted(call, _statistics(head, Rows.of(x, labels), call.statistics)).results(), ()
+        return _wanted(call, head.statistics(Rows.of(x, labels), call.statistics)).results(), ()
 
     def backward(
         self,
@@ -119,16 +119,11 @@ class MosaicGpuGradients(_OnHopper):
 
             made, found = summed_over_rows(of_rows, (x, labels, factors), head, _sum_dtype(head))
         else:
-            found = merged_on_all_devices(_statistics(head, Rows.of(x, labels), call.statistics), call.vocab_axis)
+            found = merged_on_all_devices(head.statistics(Rows.of(x, labels), call.statistics), call.vocab_axis)
             given = coefficients_of_loss(call, found.lse, factors.astype(found.lse.dtype), gradients.columns)
             made = _from_lse(gradients, x, labels, given, found.lse)
         by_name = _cropped(made, head, bias)
         return (*_wanted(call, found).results(), *(by_name[name] for name in GRADIENTS if name in call.gradients)), ()
-
-
-def _statistics(head: PaddedHead, rows: Rows, names: tuple[str, ...]) -> Statistics:
-    found: Statistics = jax.tree.map(lambda y: y[: rows.own], head.statistics(rows, names))
-    return found
 
 
 def _from_lse(

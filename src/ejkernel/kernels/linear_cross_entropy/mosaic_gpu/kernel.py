@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ejkernel.kernels._hopper.backend import Backend, backend_for
+from ejkernel.kernels._hopper.blocks import Blocks, multiply
 from ejkernel.kernels._hopper.epilogue import across, load_rows, numbered, piece_of, store_piece
 from ejkernel.kernels._hopper.launch import (
     CLUSTER,
@@ -24,6 +26,7 @@ from ejkernel.kernels._hopper.launch import (
     dispatch_warpgroup,
     launch,
     plgpu,
+    swizzled,
     tiled,
     unsliced,
 )
@@ -72,19 +75,20 @@ def run_head(
 
     Args:
         plan: The launch.
-        arrays: Padded rows and weight; the bias in float32, padded with -inf to whole tiles, if any; int32 labels. For
-            a conditional launch int32 `[1]`: zero if it shall do nothing. Then for all but a gradient an int32 table of
-            64 rows by tile columns that says where labels are, and for exponentials the numbers per row, in base 2. For
-            a gradient the first column, int32 `[1]`; per row, in float32, the log-sum-exp in base 2 and the
-            coefficients. For a product rows, matrix and factors alone.
+        arrays: Rows and weight; rows of both are multiples of 8 elements, and either may end anywhere else. The bias in
+            float32, padded with -inf to whole tiles, if any; int32 labels. For a conditional launch int32 `[1]`: zero
+            if it shall do nothing. Then for all but a gradient an int32 table of 64 rows by tile columns that says
+            where labels are, and for exponentials the numbers per row, in base 2. For a gradient the first column,
+            int32 `[1]`; per row, in float32, the log-sum-exp in base 2 and the coefficients. For a product rows, matrix
+            and factors alone. Numbers per row are those of whole tiles.
         into: Arrays that the results overwrite; a conditional launch needs them.
         interpret: `InterpretGPUParams` to simulate it on a CPU.
     """
     part = jax.ShapeDtypeStruct((plan.column_tiles, plan.rows), jnp.float32)
     out_type = [part] * len(plan.per_tile)
     if plan.has_matrix:
-        out_type.append(jax.ShapeDtypeStruct((plan.rows, plan.columns), DTYPE))
-    kernel = HeadKernel(plan)
+        out_type.append(jax.ShapeDtypeStruct((arrays[0].shape[0], plan.columns), DTYPE))
+    kernel = HeadKernel(plan, backend_for(interpret))
 
     def run(arrays: Sequence[Any], targets: Sequence[Any] = ()) -> list[jax.Array]:
         return launch(
@@ -113,23 +117,27 @@ def run_head(
 class HeadKernel:
     """The program of one block of threads."""
 
-    def __init__(self, plan: HeadPlan) -> None:
-        self.plan = plan
+    def __init__(self, plan: HeadPlan, backend: Backend) -> None:
+        self.plan, self.backend = plan, backend
+        stages, block = plan.stages, (plan.block_n, STEP) if plan.transpose_weight else (STEP, plan.block_n)
+        self.lhs = Blocks(backend, (stages, WARPGROUPS), ROWS, STEP)
+        self.rhs = Blocks(backend, (stages,), *block, whole=plan.whole)
 
     def memory_types(self) -> HeadMemory:
         """Return the types of shared memory and barriers."""
-        plan = self.plan
-        matrix = (plan.block_n, STEP) if plan.transpose_weight else (STEP, plan.block_n)
-        out = tiled((WARPGROUPS, plan.out_slots, ROWS, PIECE), DTYPE) if plan.has_matrix else None
-        pipeline = Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=WARPGROUPS + 1, cluster=plan.cluster)
-        lhs, rhs = tiled((plan.stages, WARPGROUPS, ROWS, STEP), DTYPE), tiled((plan.stages, *matrix), DTYPE)
-        return HeadMemory(lhs, rhs, out, pipeline, Lag.barrier_type() if plan.lag else None)
+        plan, shape = self.plan, (WARPGROUPS, self.plan.out_slots, ROWS, PIECE)
+        out = self.backend.aliased(tiled(shape, DTYPE), swizzled(shape, DTYPE)) if plan.has_matrix else None
+        copies = WARPGROUPS * self.lhs.pieces + self.rhs.pieces
+        pipeline = Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=copies, cluster=plan.cluster)
+        lag = Lag.barrier_type() if plan.lag else None
+        return HeadMemory(self.lhs.type(DTYPE), self.rhs.type(DTYPE), out, pipeline, lag)
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: HeadMemory) -> None:
         """Run this warpgroup as producer or consumer, on references."""
         plan = self.plan
         self._name(arrays, results)
         self.memory, self.pipeline = memory, memory.pipeline
+        self.out_tiles, self.out_rows = self.backend.views(memory.out, 2) if plan.has_matrix else (None, None)
         program = lax.axis_index(PROGRAM)
         self.rank = lax.axis_index(CLUSTER) if plan.cluster > 1 else 0
         tiles = plan.row_tiles // plan.cluster * plan.column_tiles
@@ -181,16 +189,15 @@ class HeadKernel:
         producer_tail(self.tiles * plan.steps, self.pipeline)
 
     def _copy_step(self, row: Any, column: Any, index: Any, step: Any) -> None:
-        plan, along = self.plan, pl.ds(index * STEP, STEP)
+        plan, along = self.plan, index * STEP
         stage = self.pipeline.producer_acquire(step)
         full = self.pipeline.full.at[stage]
         for w in range(WARPGROUPS):
-            rows = pl.ds(row * TILE_ROWS + ROWS * w, ROWS)
-            plgpu.copy_gmem_to_smem(self.x.at[rows, along], self.memory.lhs.at[stage, w], full)
-        columns = pl.ds(self.first_column + column * plan.block_n, plan.block_n)
-        at = (columns, along) if plan.transpose_weight else (along, columns)
+            self.lhs.copy(self.x, (row * TILE_ROWS + ROWS * w, along), self.memory.lhs, (stage, w), full)
+        first = self.first_column + column * plan.block_n
+        at = (first, along) if plan.transpose_weight else (along, first)
         shared = {"collective_axes": CLUSTER} if plan.cluster > 1 else {}
-        plgpu.copy_gmem_to_smem(self.weight.at[at], self.memory.rhs.at[stage], full, **shared)
+        self.rhs.copy(self.weight, at, self.memory.rhs, (stage,), full, **shared)
 
     # Consumers.
 
@@ -213,15 +220,16 @@ class HeadKernel:
         known = self._known(tile)  # loaded long before it is needed
         lag = Lag(self.memory.lag, tile.warpgroup, plan.lag) if plan.lag else None
 
-        def multiply(accumulator: Any) -> None:
+        def mainloop(accumulator: Any) -> None:
             def one(stage: Any) -> None:
-                buffer = self.memory.rhs.at[stage]
-                matrix = buffer.transpose((1, 0)) if plan.transpose_weight else buffer
-                plgpu.wgmma(accumulator, self.memory.lhs.at[stage, tile.warpgroup], matrix)
+                [left], right = self.lhs.matrices(self.memory.lhs, stage, tile.warpgroup), self._weight(stage)
+                multiply(accumulator, left, right)
 
-            multiply_stages(self.pipeline, step, plan.steps, one, lag=lag)
+            # Without it, stage numbers take registers, which spill, and are moved between the products of a stage.
+            at = self.backend.uniform(step) if self.rhs.pieces > 1 else step
+            multiply_stages(self.pipeline, at, plan.steps, one, products=self.rhs.pieces, lag=lag)
 
-        [product] = accumulate((ROWS, plan.block_n), 1, multiply)
+        [product] = accumulate((ROWS, plan.block_n), 1, mainloop)
         epilogues: dict[str, Any] = {
             STATISTICS: self._statistics,
             MAXIMA: self._maxima,
@@ -230,6 +238,11 @@ class HeadKernel:
             PRODUCT: self._product,
         }
         epilogues[plan.mode](product, tile, *known)
+
+    def _weight(self, stage: Any) -> list[Any]:
+        """Return the pieces of the weight's block in a stage, as products take them."""
+        pieces = self.rhs.matrices(self.memory.rhs, stage)
+        return [piece.transpose((1, 0)) for piece in pieces] if self.plan.transpose_weight else pieces
 
     def _known(self, tile: _Tile) -> list[Any]:
         if self.plan.mode == PRODUCT:
@@ -387,4 +400,4 @@ class HeadKernel:
             at = pl.ds(tile.row, ROWS), pl.ds(tile.column + index * PIECE, PIECE)
             plgpu.copy_smem_to_gmem(buffer, self.out.at[at])
 
-        store_piece(values.astype(DTYPE), self.memory.out, (tile.warpgroup, index), copy)
+        store_piece(values.astype(DTYPE), self.out_tiles, (tile.warpgroup, index), copy, copied=self.out_rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel's uses on padded arrays, under any transformation."""
+"""The kernel's uses, on arrays padded where copies need it, under any transformation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel import compat
-from ejkernel.kernels._hopper.tile_shapes import ALIGNED, ROWS, padded, with_zeros
+from ejkernel.kernels._hopper.tile_shapes import ALIGNED_ROW, ROWS, padded, with_zeros
 from ejkernel.kernels._varying import one_by_one
 from ejkernel.kernels.linear_cross_entropy.common import (
     Coefficients,
@@ -32,7 +32,7 @@ from .plan import (
     WIDEST_TILE,
     HeadPlan,
     head_plan,
-    padded_columns,
+    padded_sizes,
     product_plan,
 )
 
@@ -46,7 +46,8 @@ class Exponentials(NamedTuple):
         total: Their sum per row.
         label: The label's logit; 0 if the label is not a column.
         max: The largest logit; `None` if the call does not want it.
-        matrix: The exponentials times the slope of the cap, in bfloat16; 0 in padded columns.
+        matrix: The exponentials times the slope of the cap, in bfloat16, in rows of a multiple of 8; 0 past the last
+            column.
         results: All results of the kernel.
     """
 
@@ -58,32 +59,42 @@ class Exponentials(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Padded rows, their labels (-1 in padded rows), and how many rows are not padding."""
+    """Rows, each padded to a multiple of 8, and their labels, with -1 for the rest of the last tile."""
 
     x: jax.Array
     labels: jax.Array
-    own: int
 
     @classmethod
     def of(cls, x: jax.Array, labels: jax.Array) -> Rows:
-        """Return rows padded to whole tiles."""
-        missing = padded(x.shape[0], TILE_ROWS) - x.shape[0]
-        sizes = x.shape[0] + missing, padded(x.shape[1], ALIGNED)
-        return cls(with_zeros(x, sizes), jnp.pad(labels, (0, missing), constant_values=-1), x.shape[0])
+        """Return rows as the kernels take them."""
+        count, inner = x.shape
+        missing = padded(count, TILE_ROWS) - count
+        labels = jnp.pad(labels, (0, missing), constant_values=-1)
+        return cls(with_zeros(x, (count, padded(inner, ALIGNED_ROW))), labels)
 
-    def numbers(self, values: jax.Array, fill: float = 0) -> jax.Array:
-        """Return one float32 number per padded row."""
-        missing = self.x.shape[0] - values.shape[0]
-        return jnp.pad(values.astype(jnp.float32), (0, missing), constant_values=fill)
+    @property
+    def in_tiles(self) -> int:
+        """The number of rows of whole tiles."""
+        return int(self.labels.shape[0])
+
+    def own(self, values: Any) -> Any:
+        """Return numbers per row, of a tree of numbers per row of whole tiles."""
+        return jax.tree.map(lambda y: y[: self.x.shape[0]], values)
+
+
+def _for_tiles(values: jax.Array) -> jax.Array:
+    """Return one float32 number per row of whole tiles."""
+    missing = padded(values.shape[0], TILE_ROWS) - values.shape[0]
+    return jnp.pad(values.astype(jnp.float32), (0, missing))
 
 
 @dataclasses.dataclass(frozen=True)
 class PaddedHead:
-    """The weight and the bias of a call, padded for the kernel, and how to launch it.
+    """The weight and the bias of a call, padded where the kernel needs it, and how to launch it.
 
     Attributes:
         call, params: The call and its launch parameters.
-        weight: The weight, padded with zeros.
+        weight: The weight, of `padded_sizes`.
         bias: The bias in float32, padded with -inf to whole tiles; `None` without bias.
         interpret: `InterpretGPUParams` to simulate the kernel on a CPU; `None` runs it on a GPU.
     """
@@ -103,25 +114,30 @@ class PaddedHead:
         bias: jax.Array | None,
         interpret: Any,
     ) -> PaddedHead:
-        """Return the padded head; a weight with axes of multiples of 64 is not copied."""
+        """Return the head; `padded_sizes` says when the weight is copied."""
         if bias is not None:
             missing = padded(call.columns, WIDEST_TILE) - call.columns
             bias = jnp.pad(bias.astype(jnp.float32), (0, missing), constant_values=-jnp.inf)
-        sizes = padded(call.inner, ALIGNED), padded_columns(call.columns)
+        sizes = padded_sizes(call, params)
         return cls(call, params, with_zeros(weight, sizes[::-1] if call.transpose_weight else sizes), bias, interpret)
 
     @property
     def columns(self) -> int:
-        """The number of padded columns."""
+        """The number of columns of the weight, padded or not."""
         return int(self.weight.shape[0 if self.call.transpose_weight else 1])
+
+    @property
+    def own_columns(self) -> int:
+        """The number of columns of the weight's gradient for some rows: TMA cannot store odd rows."""
+        return self.call.columns if self.call.transpose_weight else self.columns
 
     def owns(self, labels: jax.Array) -> jax.Array:
         """Return which labels are columns."""
         return (labels >= 0) & (labels < self.call.columns)
 
     def statistics(self, rows: Rows, names: tuple[str, ...]) -> Statistics:
-        """Return the statistics of padded rows, with the maximum, and with those of `names`; no logits are written."""
-        plan = head_plan(self.call, self.params, STATISTICS, rows=rows.x.shape[0], statistics=names)
+        """Return the statistics of rows, with the maximum, and with those of `names`; no logits are written."""
+        plan = head_plan(self.call, self.params, STATISTICS, rows=rows.in_tiles, statistics=names)
         found = dict(zip(plan.per_tile, self._run(plan, rows, self._label_table(plan, rows.labels)), strict=True))
         tops = found["max"]
         top = tops.max(axis=0)
@@ -129,19 +145,15 @@ class PaddedHead:
         total = (found["total"] * weights).sum(axis=0)
         expected = expectation((found["expected"] * weights).sum(axis=0), total) if "expected" in found else None
         label = self._at_labels(plan, found["label"], rows.labels)
-        return Statistics(
-            log_of_sum(finite_top(top), total),
-            label,
-            found["sum"].sum(axis=0) if "sum" in found else None,
-            expected,
-            top,
-        )
+        sums = found["sum"].sum(axis=0) if "sum" in found else None
+        statistics = Statistics(log_of_sum(finite_top(top), total), label, sums, expected, top)
+        return Statistics(*rows.own(statistics))
 
     def exponentials(self, rows: Rows, relative_to: jax.Array) -> Exponentials:
-        """Return the exponentials of the logits of padded rows relative to a logit per row."""
-        plan = head_plan(self.call, self.params, EXPONENTIALS, rows=rows.x.shape[0])
+        """Return the exponentials of the logits of rows relative to a logit per row."""
+        plan = head_plan(self.call, self.params, EXPONENTIALS, rows=rows.in_tiles)
         table = self._label_table(plan, rows.labels)
-        return self._exponentials(plan, rows, self._run(plan, rows, table, relative_to * _LOG2E))
+        return self._exponentials(plan, rows, self._run(plan, rows, table, _for_tiles(relative_to * _LOG2E)))
 
     def exponentials_again(
         self, rows: Rows, again: jax.Array, relative_to: jax.Array, found: Exponentials
@@ -150,31 +162,33 @@ class PaddedHead:
 
         The kernels overwrite `found` or do nothing. They read `again` on the device, so the host does not wait for it.
         """
-        plan = head_plan(self.call, self.params, EXPONENTIALS, rows=rows.x.shape[0], conditional=True)
+        plan = head_plan(self.call, self.params, EXPONENTIALS, rows=rows.in_tiles, conditional=True)
         first, *others = found.results
         given = again.reshape(1), self._label_table(plan, rows.labels)
         [tops] = self._run(dataclasses.replace(plan, mode=MAXIMA), rows, *given, into=(first,))
-        relative_to = jnp.where(again != 0, finite_top(tops.max(axis=0)), relative_to)
-        results = self._run(plan, rows, *given, relative_to * _LOG2E, into=(tops, *others))
+        relative_to = jnp.where(again != 0, finite_top(rows.own(tops.max(axis=0))), relative_to)
+        results = self._run(plan, rows, *given, _for_tiles(relative_to * _LOG2E), into=(tops, *others))
         return relative_to, self._exponentials(plan, rows, results)
 
     def _exponentials(self, plan: HeadPlan, rows: Rows, results: list[jax.Array]) -> Exponentials:
         found = dict(zip(plan.per_tile, results, strict=False))
-        top = found["max"].max(axis=0) if "max" in found else None
+        top = rows.own(found["max"].max(axis=0)) if "max" in found else None
         label = self._at_labels(plan, found["label"], rows.labels)
-        return Exponentials(found["total"].sum(axis=0), label, top, results[-1], results)
+        return Exponentials(rows.own(found["total"].sum(axis=0)), rows.own(label), top, results[-1], results)
 
     def gradient_of_logits(
         self, rows: Rows, lse: jax.Array, given: Coefficients, start: Any = 0, count: int | None = None
     ) -> jax.Array:
-        """Return the gradient of `x @ weight + bias` for padded rows and `count` columns from `start` on, in bfloat16.
+        """Return the gradient of `x @ weight + bias` for rows and `count` columns from `start` on, in bfloat16.
+
+        Its rows are padded to a multiple of 8, with zeros past the last column.
 
         Args:
             rows: The rows.
-            lse: The log-sum-exp, of padded rows.
-            given: The coefficients, of padded rows; see `Coefficients`.
+            lse: The log-sum-exp.
+            given: The coefficients; see `Coefficients`.
             start: The first column, a multiple of 64.
-            count: A multiple of 64; `None`: all columns.
+            count: How many columns; `None`: all.
         """
         softmax, scale = given.softmax, self.call.logits_scale
         more = [] if given.constant is None else [given.constant]
@@ -186,18 +200,22 @@ class PaddedHead:
             self.call,
             self.params,
             GRADIENT,
-            rows=rows.x.shape[0],
+            rows=rows.in_tiles,
             columns=count,
             has_constant=given.constant is not None,
             has_expected=has_expected,
         )
         first = jnp.asarray(start, jnp.int32).reshape(1)
         numbers = [lse * _LOG2E, *(c * scale for c in (softmax, given.label, *more))]
-        return self._run(plan, rows, first, *numbers)[0]
+        return self._run(plan, rows, first, *map(_for_tiles, numbers))[0]
 
     def add_product(self, total: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
-        """Return `total + left.T @ right` in the memory of `total`, or by XLA; all have padded sizes."""
+        """Return `total + left.T @ right` in the memory of `total`, or by XLA.
+
+        Columns of the operands past those of the sum are left out.
+        """
         if not may_overwrite(total, left, right):
+            left, right = (x[:, :size] for x, size in zip((left, right), total.shape, strict=True))
             return total + jnp.dot(left.T, right, preferred_element_type=total.dtype)
         from . import sums
 
@@ -207,14 +225,24 @@ class PaddedHead:
             )
         return found
 
+    def product(self, left: jax.Array, right: jax.Array, rows: int, dtype: Any) -> jax.Array:
+        """Return the first rows of `left.T @ right` in `dtype`; XLA's result would have to be cropped."""
+        from . import sums
+
+        with jax.enable_x64(False):
+            found: jax.Array = one_by_one(
+                lambda left, right: sums.product(left, right, rows, dtype, interpret=self.interpret), left, right
+            )
+        return found
+
     def gradient_of_rows(self, matrix: jax.Array, factor: jax.Array) -> jax.Array | None:
         """Return the product of a gradient of logits and the weight, times a factor per row, in bfloat16.
 
         The result is `None` if XLA should compute it.
         """
-        rows, inner = matrix.shape
-        axis = 1 if self.call.transpose_weight else 0
-        sizes = {"rows": rows, "inner": inner, "columns": self.weight.shape[axis]}
+        columns = self.weight.shape[1 if self.call.transpose_weight else 0]
+        factor = _for_tiles(factor)
+        sizes = {"rows": factor.shape[0], "inner": self.columns, "columns": columns}
         plan = product_plan(self.params, **sizes, transpose_weight=not self.call.transpose_weight)
         return None if plan is None else self._launch(plan, matrix, self.weight, factor)[0]
 

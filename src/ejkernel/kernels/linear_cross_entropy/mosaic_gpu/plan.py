@@ -8,7 +8,18 @@ import dataclasses
 import jax.numpy as jnp
 
 from ejkernel.kernels._hopper import MULTIPROCESSORS
-from ejkernel.kernels._hopper.tile_shapes import ALIGNED, OVERHEAD, PIECE, ROW_BYTES, ROWS, STEP, WARPGROUPS, padded
+from ejkernel.kernels._hopper.tile_shapes import (
+    ALIGNED,
+    ALIGNED_ROW,
+    OVERHEAD,
+    PIECE,
+    ROW_BYTES,
+    ROWS,
+    STEP,
+    WARPGROUPS,
+    in_whole_tiles,
+    padded,
+)
 from ejkernel.kernels.linear_cross_entropy.common import LinearCrossEntropyCall
 
 from .params import MosaicGpuParams
@@ -26,6 +37,7 @@ PRODUCT = "product"  # a product of any rows and any matrix, times a factor per 
 # long. Tiles of 192 columns fit 4,096 x 2,304, but took 1 % longer than XLA's kernel.
 _LEAST_USE = 0.95
 _LEAST_COLUMNS = 2048
+_MANY_ROWS = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,8 +46,11 @@ class HeadPlan:
 
     Attributes:
         mode: `STATISTICS`, `MAXIMA`, `EXPONENTIALS`, `GRADIENT` or `PRODUCT`.
-        rows, inner, columns: Sizes of the padded operands; `columns` are those of this launch.
-        last: Columns of the logits before padding, of the whole weight.
+        rows: Those of whole tiles; the operand may have fewer.
+        inner, columns: Sizes of the operands. `columns` are those of this launch, a multiple of 8, as rows of a matrix
+            need it.
+        last: Columns of the weight before padding.
+        width: Columns of a matrix of all logits: those of the padded weight, rounded up to a multiple of 8.
         transpose_weight, soft_cap, scale, bias: As in the call.
         statistics: Optional results, members of `STATISTICS` of the operation.
         conditional: Whether the launch does nothing unless an operand says so.
@@ -49,6 +64,7 @@ class HeadPlan:
     inner: int
     columns: int
     last: int
+    width: int
     transpose_weight: bool
     soft_cap: float | None
     scale: float
@@ -77,7 +93,12 @@ class HeadPlan:
     @property
     def steps(self) -> int:
         """Steps of a tile."""
-        return self.inner // STEP
+        return -(-self.inner // STEP)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the weight is in whole tiles of shared memory."""
+        return in_whole_tiles((self.inner, self.width)) and not self.transpose_weight
 
     @property
     def pieces(self) -> int:
@@ -92,8 +113,8 @@ class HeadPlan:
     @property
     def may_exceed(self) -> bool:
         """Whether a tile may contain columns beyond the last."""
-        # Fewer columns than the widest tile are padded to it, by whole narrow tiles too.
-        rest = self.last % (PIECE if self.mode in (GRADIENT, PRODUCT) else self.block_n) or self.last < WIDEST_TILE
+        # A gradient is not stored beyond the end of its rows.
+        rest = self.width - self.last if self.mode == GRADIENT else self.last % self.block_n
         # The bias is padded with -inf, which removes them as well.
         return bool(rest) and not self.bias
 
@@ -126,24 +147,36 @@ class HeadPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SumPlan:
-    """The launch that adds a product to a sum.
+    """The launch of a weight's gradient: a product, stored or added to a sum.
 
     Attributes:
-        steps: Steps of a tile.
-        rows, columns: Sizes of the sum, multiples of 64.
-        dtype, sum_dtype: Names of the dtypes of the operands and of the sum.
+        adds: Whether it is added.
+        inner: Rows of the operands: the length of the sums.
+        rows, columns: Sizes of the result.
+        dtype, sum_dtype: Names of the dtypes of the operands and of the result.
     """
 
-    steps: int
+    adds: bool
+    inner: int
     rows: int
     columns: int
     dtype: str
     sum_dtype: str
 
     @property
+    def steps(self) -> int:
+        """Steps of a tile."""
+        return -(-self.inner // STEP)
+
+    @property
     def block_n(self) -> int:
         """Columns of a tile."""
-        return next(size for size in (256, 128, 64) if size <= self.columns)
+        return next((size for size in (256, 128) if size <= self.columns), 64)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the right operand is in whole tiles of shared memory."""
+        return in_whole_tiles((self.inner, self.columns))
 
     @property
     def piece(self) -> int:
@@ -179,12 +212,15 @@ def head_plan(
     conditional: bool = False,
 ) -> HeadPlan:
     """Return the plan of a launch on `rows` padded rows, and on all columns unless their number is given."""
+    inner, width = padded_sizes(call, params)
+    width = padded(width, ALIGNED_ROW)
     return HeadPlan(
         mode=mode,
         rows=rows,
-        inner=padded(call.inner, ALIGNED),
-        columns=padded_columns(call.columns) if columns is None else columns,
+        inner=inner,
+        columns=width if columns is None else padded(columns, ALIGNED_ROW),
         last=call.columns,
+        width=width,
         transpose_weight=call.transpose_weight,
         soft_cap=call.logits_soft_cap,
         scale=call.logits_scale,
@@ -205,13 +241,14 @@ def head_plan(
 def product_plan(
     params: MosaicGpuParams, *, rows: int, inner: int, columns: int, transpose_weight: bool
 ) -> HeadPlan | None:
-    """Return the plan of a product, or `None` if it is XLA's; all sizes are padded."""
+    """Return the plan of a product, or `None` if it is XLA's; rows are those of whole tiles."""
     plan = HeadPlan(
         mode=PRODUCT,
         rows=rows,
         inner=inner,
         columns=columns,
         last=columns,
+        width=columns,
         transpose_weight=transpose_weight,
         soft_cap=None,
         scale=1.0,
@@ -226,6 +263,23 @@ def product_plan(
     return plan if columns >= _LEAST_COLUMNS and rows * columns >= _LEAST_USE * whole else None
 
 
-def padded_columns(columns: int) -> int:
-    """Return the number of columns after padding: whole tiles of shared memory, and the widest tile at least."""
-    return max(padded(columns, ALIGNED), WIDEST_TILE)
+def padded_sizes(call: LinearCrossEntropyCall, params: MosaicGpuParams) -> tuple[int, int]:
+    """Return `d` and the number of columns of the weight that the kernels read; a padded weight is a copy.
+
+    TMA needs rows of a multiple of 8 elements, and clips copies at the end of the other axis. A copy has whole tiles.
+    """
+    inner, columns, multiple = padded(call.inner, ALIGNED_ROW), call.columns, 1
+    if not call.transpose_weight:
+        # With many rows, products in pieces would lose more time than a copy takes.
+        multiple = ALIGNED_ROW if call.tokens < _MANY_ROWS else ALIGNED
+    elif has_gradients(call) and params.form == "rows":
+        # XLA multiplies the weight by the exponentials, which TMA stored in aligned rows. Cropped exponentials would
+        # not be aligned. Of chunks of the vocabulary only the last is cropped.
+        multiple = ALIGNED_ROW
+    is_copied = inner != call.inner or columns % multiple
+    return inner, padded(columns, ALIGNED) if is_copied else columns
+
+
+def has_gradients(call: LinearCrossEntropyCall) -> bool:
+    """Return whether a call computes gradients."""
+    return call.backward or bool(call.gradients)

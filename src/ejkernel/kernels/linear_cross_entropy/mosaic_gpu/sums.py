@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel that adds a product to a sum in place: `total += left.T @ right`.
+"""The kernel of the weight's gradient. It adds a product to a sum in place: `total += left.T @ right`.
 
 XLA's choice for a product and a sum depends on its autotuner's measurements. Some of its kernels need a second array
-for the sum. This one adds in the L2 cache, with stores that overlap with the next tile's products.
+for the sum. This one adds in the L2 cache, with stores that overlap with the next tile's products. It also stores a
+product without a sum, for a weight with fewer columns than an operand has: XLA's result would have to be cropped.
 
 Producer and consumers visit the same tiles and steps in the same order, so they cannot deadlock.
 """
@@ -14,12 +15,23 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import Backend, backend_for
+from ejkernel.kernels._hopper.blocks import Blocks, multiply
 from ejkernel.kernels._hopper.epilogue import store_piece
-from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled, unsliced
+from ejkernel.kernels._hopper.launch import (
+    PROGRAM,
+    WARPGROUP,
+    dispatch_warpgroup,
+    launch,
+    plgpu,
+    swizzled,
+    tiled,
+    unsliced,
+)
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 from ejkernel.kernels._hopper.products import accumulate, multiply_stages, tile_position
 from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS, STEP, WARPGROUPS
@@ -50,31 +62,49 @@ def add_product(total: jax.Array, left: jax.Array, right: jax.Array, *, interpre
 
     Args:
         total: The sum, in bfloat16 or float32.
-        left: An operand of as many columns as `total` has rows.
-        right: An operand of as many columns as `total`; the operands' rows are a multiple of 64.
+        left: An operand of as many columns as `total` has rows; more of them are left out.
+        right: An operand of as many columns as `total`. Rows of all arrays are multiples of 8 elements.
         interpret: `InterpretGPUParams` to simulate the kernel on a CPU.
     """
-    rows, columns = total.shape
-    plan = SumPlan(
-        steps=left.shape[0] // STEP, rows=rows, columns=columns, dtype=left.dtype.name, sum_dtype=total.dtype.name
-    )
-    kernel = SumKernel(plan, backend_for(interpret))
+    kernel = _kernel(left, total, interpret, adds=True)
     *operands, before = unsliced((left, right, total))
 
     def add(target: Any) -> None:
-        launch(
-            kernel.run,
-            [*operands, target],
-            [],
-            name="linear_cross_entropy_sum",
-            programs=plan.programs,
-            memory=kernel.memory_types(),
-            consumers=WARPGROUPS,
-            lane_semantics=True,
-            interpret=interpret,
-        )
+        _run(kernel, [*operands, target], [])
 
     return unsliced(pl.run_state(add)(before))
+
+
+def product(left: jax.Array, right: jax.Array, rows: int, dtype: Any, *, interpret: Any = None) -> jax.Array:
+    """Return the first rows of `left.T @ right` in `dtype`; see `add_product`."""
+    out = jax.ShapeDtypeStruct((rows, right.shape[1]), jnp.dtype(dtype))
+    return _run(_kernel(left, out, interpret, adds=False), [left, right], [out])[0]
+
+
+def _kernel(left: jax.Array, result: Any, interpret: Any, *, adds: bool) -> SumKernel:
+    plan = SumPlan(
+        adds=adds,
+        inner=left.shape[0],
+        rows=result.shape[0],
+        columns=result.shape[1],
+        dtype=left.dtype.name,
+        sum_dtype=result.dtype.name,
+    )
+    return SumKernel(plan, backend_for(interpret))
+
+
+def _run(kernel: SumKernel, arrays: list[Any], out_type: list[Any]) -> list[jax.Array]:
+    return launch(
+        kernel.run,
+        arrays,
+        out_type,
+        name="linear_cross_entropy_sum",
+        programs=kernel.plan.programs,
+        memory=kernel.memory_types(),
+        consumers=WARPGROUPS,
+        lane_semantics=True,
+        interpret=kernel.backend.interpret,
+    )
 
 
 class SumKernel:
@@ -82,22 +112,26 @@ class SumKernel:
 
     def __init__(self, plan: SumPlan, backend: Backend) -> None:
         self.plan, self.backend = plan, backend
+        self.lhs = Blocks(backend, (STAGES, WARPGROUPS), STEP, ROWS)
+        self.rhs = Blocks(backend, (STAGES,), STEP, plan.block_n, whole=plan.whole)
 
     def memory_types(self) -> SumMemory:
         """Return the types of shared memory and barriers."""
-        plan = self.plan
+        plan, shape = self.plan, (WARPGROUPS, OUT_SLOTS, ROWS, self.plan.piece)
+        copies = WARPGROUPS * self.lhs.pieces + self.rhs.pieces
         return SumMemory(
-            tiled((STAGES, WARPGROUPS, STEP, ROWS), plan.dtype),
-            tiled((STAGES, STEP, plan.block_n), plan.dtype),
-            tiled((WARPGROUPS, OUT_SLOTS, ROWS, plan.piece), plan.sum_dtype),
-            Pipeline.types(STAGES, consumers=WARPGROUPS, copies=WARPGROUPS + 1),
+            self.lhs.type(plan.dtype),
+            self.rhs.type(plan.dtype),
+            self.backend.aliased(tiled(shape, plan.sum_dtype), swizzled(shape, plan.sum_dtype)),
+            Pipeline.types(STAGES, consumers=WARPGROUPS, copies=copies),
         )
 
     def run(self, arrays: Sequence[Any], results: Sequence[Any], memory: SumMemory) -> None:
         """Run this warpgroup as producer or consumer, on references."""
-        del results
-        self.left, self.right, self.total = arrays
+        self.left, self.right, *sums = arrays
+        [self.total] = sums or results
         self.memory, self.pipeline = memory, memory.pipeline
+        self.out_tiles, self.out_rows = self.backend.views(memory.out, 2)
         plan = self.plan
         tiles = plan.row_tiles * plan.column_tiles
         self.tiles = lax.div(tiles - lax.axis_index(PROGRAM) + (plan.programs - 1), plan.programs)
@@ -120,7 +154,7 @@ class SumKernel:
 
             @pl.loop(0, steps)
             def _step(i: Any) -> None:
-                self._copy_step(row, column, pl.ds(i * STEP, STEP), index * steps + i)
+                self._copy_step(row, column, i * STEP, index * steps + i)
 
         producer_tail(self.tiles * steps, self.pipeline)
 
@@ -128,10 +162,8 @@ class SumKernel:
         stage = self.pipeline.producer_acquire(step)
         full = self.pipeline.full.at[stage]
         for w in range(WARPGROUPS):
-            own = pl.ds(row + ROWS * w, ROWS)
-            plgpu.copy_gmem_to_smem(self.left.at[along, own], self.memory.lhs.at[stage, w], full)
-        columns = pl.ds(column, self.plan.block_n)
-        plgpu.copy_gmem_to_smem(self.right.at[along, columns], self.memory.rhs.at[stage], full)
+            self.lhs.copy(self.left, (along, row + ROWS * w), self.memory.lhs, (stage, w), full)
+        self.rhs.copy(self.right, (along, column), self.memory.rhs, (stage,), full)
 
     def _consume(self, warpgroup: Any) -> None:
         @pl.loop(0, self.tiles)
@@ -142,24 +174,26 @@ class SumKernel:
                 1,
                 lambda accumulator: self._multiply(accumulator, index * self.plan.steps, warpgroup),
             )
-            self._add(product, row + warpgroup * ROWS, column, warpgroup)
+            self._store(product, row + warpgroup * ROWS, column, warpgroup)
 
         plgpu.wait_smem_to_gmem(0)
 
     def _multiply(self, accumulator: Any, step: Any, warpgroup: Any) -> None:
         def one(stage: Any) -> None:
-            left = self.memory.lhs.at[stage, warpgroup].transpose((1, 0))
-            plgpu.wgmma(accumulator, left, self.memory.rhs.at[stage])
+            [left] = self.lhs.matrices(self.memory.lhs, stage, warpgroup)
+            multiply(accumulator, left.transpose((1, 0)), self.rhs.matrices(self.memory.rhs, stage))
 
-        multiply_stages(self.pipeline, step, self.plan.steps, one)
+        step = self.backend.uniform(step) if self.rhs.pieces > 1 else step  # as in `HeadKernel`
+        multiply_stages(self.pipeline, step, self.plan.steps, one, products=self.rhs.pieces)
 
-    def _add(self, product: Any, row: Any, column: Any, warpgroup: Any) -> None:
+    def _store(self, product: Any, row: Any, column: Any, warpgroup: Any) -> None:
         plan, width = self.plan, self.plan.piece
 
         def copy(buffer: Any, index: int) -> None:
             target = self.total.at[pl.ds(row, ROWS), pl.ds(column + index * width, width)]
-            self.backend.add_to_memory(buffer, target)
+            (self.backend.add_to_memory if plan.adds else plgpu.copy_smem_to_gmem)(buffer, target)
 
         for i in range(plan.block_n // width):
             values = product[:, i * width : (i + 1) * width].astype(plan.sum_dtype)
-            store_piece(values, self.memory.out, (warpgroup, i), functools.partial(copy, index=i))
+            start = functools.partial(copy, index=i)
+            store_piece(values, self.out_tiles, (warpgroup, i), start, copied=self.out_rows)

@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from ejkernel.kernels import _hopper as hopper
-from ejkernel.kernels._hopper.tile_shapes import ALIGNED, padded
+from ejkernel.kernels._hopper.tile_shapes import ALIGNED, ALIGNED_ROW, padded
 from ejkernel.kernels.linear_cross_entropy._chunks import memory_limit, warn_of_limit
 from ejkernel.kernels.linear_cross_entropy.common import LinearCrossEntropyCall
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.utils.values.signature import is_known
 
 from .params import MosaicGpuParams
-from .plan import STATISTICS, TILE_ROWS, head_plan, padded_columns
+from .plan import STATISTICS, TILE_ROWS, has_gradients, head_plan, padded_sizes
 
 _LARGEST = 2**31 - 2**16  # rows and columns are counted in int32
 _ROW_CHUNKS = (16384, 8192, 4096, 2048, 1024)
@@ -75,25 +76,28 @@ def _three_products_fault(call: LinearCrossEntropyCall) -> str | None:
 
 def estimated_bytes(call: LinearCrossEntropyCall, params: MosaicGpuParams) -> int:
     """Return an estimate of the bytes of temporary arrays, besides arguments and results."""
-    inner, columns = padded(call.inner, ALIGNED), padded_columns(call.columns)
-    # Padded copies of the weight and of its gradient.
-    total = 2 * inner * columns * ((inner, columns) != (call.inner, call.columns)) * (1 + _has_gradients(call))
+    sizes = inner, columns = padded_sizes(call, params)
+    # A padded copy of the weight, and of its gradient where that cannot be stored without padding.
+    copies = 1 + (has_gradients(call) and not (call.transpose_weight and inner == call.inner))
+    total = 2 * math.prod(sizes) * copies * (sizes != (call.inner, call.columns))
     total += 4 * 3 * call.tokens * -(-columns // params.block_n)
-    if not _has_gradients(call):
+    if not has_gradients(call):
         return call.examples * total
     # A sum in the weight's dtype becomes the result.
     chunk, wide = params.chunk, 0 if _sum_dtype(call, params) == "bfloat16" else 4
     if params.form == "rows":
         rows = call.tokens if chunk is None else min(chunk, call.tokens)
-        total += 2 * rows * columns + wide * inner * columns * (rows < call.tokens)
+        total += 2 * rows * columns + wide * inner * columns * (rows < call.tokens) + _split_bytes(rows, inner, columns)
     else:
         width = columns if chunk is None else min(chunk, columns)
         total += 4 * call.tokens * inner + 2 * width * (call.tokens + 2 * inner)
     return call.examples * total
 
 
-def _has_gradients(call: LinearCrossEntropyCall) -> bool:
-    return call.backward or bool(call.gradients)
+def _split_bytes(rows: int, inner: int, columns: int) -> int:
+    """Return the bytes of a weight that XLA pads, to split the sum over columns of a product with few tiles."""
+    is_split = -(-rows // TILE_ROWS) * -(-inner // TILE_ROWS) < hopper.MULTIPROCESSORS
+    return 2 * inner * columns if is_split and columns % ALIGNED else 0
 
 
 def _sum_dtype(call: LinearCrossEntropyCall, params: MosaicGpuParams) -> str:
@@ -104,7 +108,7 @@ def heuristic(call: LinearCrossEntropyCall) -> MosaicGpuParams:
     """Return good parameters: few chunks of rows, shorter ones if memory is scarce, then chunks of the vocabulary."""
     if not is_known(call.tokens, call.inner, call.columns):
         return MosaicGpuParams()
-    if not _has_gradients(call):
+    if not has_gradients(call):
         return _overlapped(call, MosaicGpuParams())
     able = [choice for choice in _choices(call) if params_fault(call, choice) is None]
     choice = next((choice for choice in able if _fits_in_memory(call, choice)), None)
@@ -141,7 +145,7 @@ def _choices(call: LinearCrossEntropyCall) -> list[MosaicGpuParams]:
 
 def _few_chunks(call: LinearCrossEntropyCall) -> MosaicGpuParams:
     """Return the fewest chunks of rows with few logits each."""
-    logits = 2 * call.tokens * padded_columns(call.columns)
+    logits = 2 * call.tokens * padded(call.columns, ALIGNED_ROW)
     if logits <= _LOGITS_BYTES:
         return MosaicGpuParams()
     # A sum in bfloat16 takes no extra memory. Both products and their sum are rounded, which two chunks allow.
@@ -169,7 +173,7 @@ def space(call: LinearCrossEntropyCall) -> ConfigSpace[MosaicGpuParams] | list[M
         return [heuristic(call)]
     first = heuristic(call)
     chunks = {_chunk_name(first): first}
-    if _has_gradients(call):
+    if has_gradients(call):
         fitting = [choice for choice in (*_choices(call), *_longer(call)) if _fits_in_memory(call, choice)]
         chunks |= {_chunk_name(choice): choice for choice in fitting}
 
