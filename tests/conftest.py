@@ -75,6 +75,9 @@ def pytest_configure(config):
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    elif jax.config.jax_compilation_cache_dir is None:
+        # JAX computes the key of each program, a tenth of the time to compile a small one, even if it has no cache.
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
 def pytest_ignore_collect(collection_path, config):

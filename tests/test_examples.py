@@ -52,6 +52,7 @@ DATA_PARALLEL = EXAMPLES / "data_parallel" / "run.py"
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(("data", "model"), [(4, 1), (2, 2)])
 @pytest.mark.parametrize(("library", "needs"), [("equinox", "equinox"), ("nnx", "flax")])
 def test_a_step_over_a_mesh_matches_plain_jax(library, needs, data, model):

@@ -39,12 +39,29 @@ class Case:
     exact: bool = False
     rules: Rules = dataclasses.field(default_factory=lambda: Rules(scale=0.3))
 
-    def operands(self, dtype="float32", seed=0):
-        rng = np.random.default_rng(seed)
+    def types(self, dtype="float32"):
+        """Return the operands' types; values of large cases would take most of the time of a test."""
 
-        def normal(*shape, exact=False):
-            found = rng.standard_normal(shape)
-            return jnp.asarray(np.round(found * 256) / 256 if exact else found, dtype)
+        def like(*shape, dtype=dtype):
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        return Operands(
+            like(self.batch, self.queries, self.heads, self.head_dim),
+            like(self.batch, self.keys, self.groups, self.head_dim),
+            like(self.batch, self.keys, self.groups, self.value_dim),
+            None if self.bias is None else like(*self.bias),
+            None if self.mask is None else like(*self.mask, dtype=jnp.bool_),
+            like(self.batch, self.queries, dtype=jnp.int32) if self.segments else None,
+            like(self.batch, self.keys, dtype=jnp.int32) if self.segments else None,
+            dropout_key=like(2, dtype=jnp.uint32) if self.rules.dropout_rate else None,
+        )
+
+    def operands(self, dtype="float32", seed=0):
+        types, rng = self.types(dtype), np.random.default_rng(seed)
+
+        def normal(like, exact=False):
+            found = rng.standard_normal(like.shape)
+            return jnp.asarray(np.round(found * 256) / 256 if exact else found, like.dtype)
 
         mask = None
         if self.mask is not None:
@@ -53,13 +70,13 @@ class Case:
             mask = jnp.asarray(mask)
         segments = (None, None)
         if self.segments:
-            lengths = ((self.batch, self.queries), (self.batch, self.keys))
-            segments = [jnp.asarray(np.sort(rng.integers(0, 3, shape)), jnp.int32) for shape in lengths]
+            both = (types.query_segments, types.key_segments)
+            segments = [jnp.asarray(np.sort(rng.integers(0, 3, like.shape)), like.dtype) for like in both]
         return Operands(
-            normal(self.batch, self.queries, self.heads, self.head_dim, exact=self.exact),
-            normal(self.batch, self.keys, self.groups, self.head_dim, exact=self.exact),
-            normal(self.batch, self.keys, self.groups, self.value_dim),
-            None if self.bias is None else normal(*self.bias),
+            normal(types.query, exact=self.exact),
+            normal(types.key, exact=self.exact),
+            normal(types.value),
+            None if types.bias is None else normal(types.bias),
             mask,
             *segments,
             dropout_key=jnp.asarray([7, 9], jnp.uint32) if self.rules.dropout_rate else None,

@@ -13,22 +13,30 @@ import pytest
 from ejkernel import modules
 from ejkernel.ops.errors import EjkernelError
 
-X, W, SCALE = jnp.ones((16, 128)), jnp.ones((128, 256)), jnp.ones(128)
-QUERY, MATRICES, SIZES = jnp.ones((2, 8, 4, 32)), jnp.ones((2, 128, 64)), jnp.array([8, 8])
-QUERIES, TOKENS, TABLE = jnp.ones((4, 4, 8)), jnp.ones((4, 2, 8)), jnp.arange(4).reshape(2, 2)
+
+def ones(*shape, dtype="float32"):
+    """Return an array without compiling a program for it, since every worker imports this file."""
+    return jnp.asarray(np.ones(shape, dtype))
+
+
+X, W, SCALE = ones(16, 128), ones(128, 256), ones(128)
+X8 = modules.Quantized(ones(16, 128, dtype=jnp.float8_e4m3fn), ones(16, 1), (1, None))
+W8 = modules.Quantized(ones(128, 256, dtype=jnp.float8_e4m3fn), ones(1, 256), (None, 1))
+QUERY, MATRICES, SIZES = ones(2, 8, 4, 32), ones(2, 128, 64), jnp.array([8, 8])
+QUERIES, TOKENS, TABLE = ones(4, 4, 8), ones(4, 2, 8), jnp.array([[0, 1], [2, 3]])
 OFFSETS, LENGTHS, PAGE = jnp.array([0, 2, 4]), jnp.array([5, 2]), jnp.array([1])
 PAGES = np.ones((8, 4, 2, 2, 8), np.float32)  # of NumPy: writing donates an array of JAX
 CALLS = {
     "flash_attention": (QUERY, QUERY, QUERY),
     "rms_norm": (X, SCALE),
     "layer_norm": (X, SCALE, SCALE),
-    "linear_cross_entropy": (X, W, jnp.zeros(16, int)),
-    "token_log_probs": (X, W, jnp.zeros(16, int)),
+    "linear_cross_entropy": (X, W, jnp.array([0] * 16)),
+    "token_log_probs": (X, W, jnp.array([0] * 16)),
     "grouped_matmul": (X, MATRICES, SIZES),
     "quantize": (X,),
     "quantized_dense": (X, W),
     "quantized_grouped_dense": (X, MATRICES, SIZES),
-    "quantized_matmul": (modules.quantize(X), modules.quantize(W, axis=0)),
+    "quantized_matmul": (X8, W8),
     "quantize_both": (W,),
     "grouped_matmul_wgrad": (X, X, SIZES),
     "paged_attention": (QUERIES, PAGES, TABLE, OFFSETS, LENGTHS),
@@ -40,8 +48,8 @@ CALLS = {
 }
 OTHERS = [
     np.ones(3),
-    jnp.ones((3, 5)),
-    jnp.ones((0,)),
+    ones(3, 5),
+    ones(0),
     jax.random.key(0),
     object(),
     2.5,

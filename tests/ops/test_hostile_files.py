@@ -289,7 +289,7 @@ def test_each_odd_value_in_each_place_of_a_log_is_skipped_or_that_value():
                     assert all(seconds is None or 1e-13 < seconds < 1e10 for _, seconds in record.times)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_any_value_in_any_place_is_no_exception_and_is_printed_harmlessly(data):
     with made() as files:
@@ -299,7 +299,7 @@ def test_any_value_in_any_place_is_no_exception_and_is_printed_harmlessly(data):
         assert all(map(is_printable, everything_printed(files.cache)))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_any_value_in_any_line_of_a_log_is_no_exception_and_is_printed_harmlessly(data):
     with made() as files:
@@ -313,7 +313,7 @@ def test_any_value_in_any_line_of_a_log_is_no_exception_and_is_printed_harmlessl
 # --- texts that would drive a terminal ---
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(nasty=texts)
 def test_no_text_of_an_entry_a_log_or_a_note_drives_a_terminal(nasty):
     key = ConfigKey(INV.key.device, f"double@v0{nasty}", f"call{nasty}")

@@ -120,9 +120,7 @@ class Numbers:
             if self.own_error is not None and not rule:
                 self._why_none = f"the kernel has no gradient: {error_line(self.own_error)}"
             known = self.has_gradient and self._trace_error(pulled(function, self.wrt), self.cotangents[0]) is None
-        self.truth = Truth(
-            self.subject, self._baseline, self.wrt if self._has_gradients else (), rule=None if known else run
-        )
+        self.truth = Truth(self.subject, function, self.wrt if self._has_gradients else (), rule=None if known else run)
         # Without a reference and without a rule, the kernel's gradient is JAX's derivative of `run`, and comparing the
         # two shows nothing.
         self._is_independent = known and (self.subject.has_reference or rule)

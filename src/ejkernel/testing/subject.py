@@ -237,13 +237,13 @@ class Truth:
 
     Args:
         subject: The call.
-        baseline: The heuristic's configuration.
+        function: The call without rules; see `function_of`. JAX traces each function once.
         wrt: Which arrays have a gradient; none of them: no gradients are computed.
         rule: If JAX cannot differentiate the reference: the call itself, whose gradient rule is used instead.
     """
 
-    def __init__(self, subject: Subject, baseline: object, wrt: Sequence[bool], rule: Flat | None = None) -> None:
-        self.function, self.has_rule = function_of(subject, baseline), rule is not None
+    def __init__(self, subject: Subject, function: Flat, wrt: Sequence[bool], rule: Flat | None = None) -> None:
+        self.function, self.has_rule = function, rule is not None
         self._subject, self._wrt, self._rule = subject, wrt, rule
         self._programs = subject.scope.programs if subject.scope.is_brief else {}
         self._batches: dict[str, Results] = {}

@@ -70,7 +70,7 @@ def one_multiprocessor(monkeypatch):
 
 
 def described(case, dtype="bfloat16"):
-    operands = jax.eval_shape(lambda: case.operands(dtype))
+    operands = case.types(dtype)
     return describe(operands, case.rules, platform="gpu", fingerprint="gpu:nvidia_h200")
 
 
@@ -208,7 +208,7 @@ def test_no_array_is_padded_in_memory(head_dim, queries):
     call = described(case)
     assert unsupported_reason(call) is None
     run = functools.partial(forward, rules=case.rules, params=heuristic(call))
-    program = jax.make_jaxpr(run)(jax.eval_shape(lambda: case.operands("bfloat16")))
+    program = jax.make_jaxpr(run)(case.types("bfloat16"))
     assert "pad" not in " ".join(equation.params.get("name", equation.primitive.name) for equation in program.eqns)
 
 
@@ -241,7 +241,7 @@ def test_only_keys_and_values_are_aligned():
 
     case = Small(queries=64, keys=96, heads=2, head_dim=24, value_dim=40)
     run = functools.partial(forward, rules=case.rules, params=dataclasses.replace(TWO, align_keys=True))
-    program = jax.make_jaxpr(run)(jax.eval_shape(lambda: case.operands("bfloat16")))
+    program = jax.make_jaxpr(run)(case.types("bfloat16"))
     padded = [
         x.outvars[0].aval.shape for x in program.eqns if x.params.get("name", x.primitive.name) in ("pad", "_pad")
     ]
@@ -255,7 +255,7 @@ def test_a_bias_is_not_padded_in_memory():
 
     case = Small(queries=584, keys=584, bias=(1, 1, 584, 584))
     run = functools.partial(forward, rules=case.rules, params=heuristic(described(case)))
-    program = jax.make_jaxpr(run)(jax.eval_shape(lambda: case.operands("bfloat16")))
+    program = jax.make_jaxpr(run)(case.types("bfloat16"))
     sizes = {variable.aval.shape[2:] for equation in program.eqns for variable in equation.outvars}
     assert not [size for size in sizes if len(size) == 2 and min(size) > 584]
 
@@ -334,7 +334,7 @@ SAMPLE = {
 def lower(case, params):
     from ejkernel.kernels.flash_attention.mosaic_gpu.launch import forward
 
-    operands = jax.eval_shape(lambda: case.operands("bfloat16"))
+    operands = case.types("bfloat16")
     run = functools.partial(forward, rules=case.rules, params=params)
     return jax.jit(run).trace(operands).lower(lowering_platforms=("cuda",)).as_text()
 

@@ -159,7 +159,7 @@ def test_a_bias_of_all_examples_has_a_gradient_of_its_dtype():
 
 def supported(*, queries=1024, **fields):
     """Return the reason why a call with float32 operands is refused; `None` if it runs."""
-    types = jax.eval_shape(dataclasses.replace(SMALL, queries=queries, keys=queries).operands)
+    types = dataclasses.replace(SMALL, queries=queries, keys=queries).types()
     options = {"platform": "gpu", "fingerprint": "gpu:nvidia_h200"}
     return MosaicGpu().unsupported(describe(types, SMALL.rules, **options, **fields))
 

@@ -42,7 +42,7 @@ def simulated(run, *arrays, **options):
 
 
 def call_of(case, **options):
-    operands = jax.eval_shape(lambda: case.operands(options.pop("dtype", "bfloat16")))
+    operands = case.types(options.pop("dtype", "bfloat16"))
     return describe(operands, case.rules, platform="gpu", fingerprint="gpu:nvidia_h200", **options)
 
 

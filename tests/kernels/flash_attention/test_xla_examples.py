@@ -82,7 +82,7 @@ def test_a_single_visible_block_is_not_the_only_one():
 @pytest.mark.usefixtures("gpu")
 def test_examples_at_once(change, blocks, count):
     case = dataclasses.replace(CASE, mask=None, **change)
-    call = describe(jax.eval_shape(case.operands), case.rules)
+    call = describe(case.types(), case.rules)
     assert count == _xla_blocks.examples_at_once(call, *blocks)
 
 
@@ -92,7 +92,7 @@ def test_wide_heads_have_all_keys_in_a_block():
 
     def blocks(length, dim):
         case = Case(batch=1, queries=length, keys=length, heads=8, groups=1, head_dim=dim, value_dim=dim)
-        return _xla_blocks.default_blocks(describe(jax.eval_shape(case.operands), case.rules, platform="gpu"))
+        return _xla_blocks.default_blocks(describe(case.types(), case.rules, platform="gpu"))
 
     assert [blocks(4096, 512), blocks(8192, 512)] == [(4096, 4096), (1024, 8192)]
     assert blocks(4096, 128) == (1024, 1024)

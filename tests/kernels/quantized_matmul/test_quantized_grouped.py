@@ -117,7 +117,7 @@ def test_some_of_the_groups_with_factors_of_rows_are_simulated_right(mosaic, blo
 @pytest.mark.parametrize(
     ("sizes", "params", "races", "options"),
     [
-        (SIZES, {"block_n": 192, "stages": 3}, False, {}),
+        pytest.param(SIZES, {"block_n": 192, "stages": 3}, False, {}, marks=pytest.mark.whole),
         (SIZES, {"block_n": 192, "stages": 3}, False, {"square": True}),
         ((128, 0, 40), {"block_n": 64, "stages": 2, "out_slots": 1, "largest_first": True, "snake": True}, True, {}),
         # Instructions for 32 rows are skipped in the last block of a group.

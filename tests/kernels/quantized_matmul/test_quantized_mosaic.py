@@ -158,7 +158,7 @@ def test_simulated_blocks_match_the_float32_product(mosaic, shape, params):
     assert error(mosaic, x, w, MosaicGpuParams(**params), preferred_element_type="float32") < 1e-5
 
 
-@settings(deadline=None, max_examples=4)
+@settings(deadline=None, max_examples=3)
 @given(m=st.integers(1, 300), n=st.integers(1, 34), k=st.integers(1, 4), whole=st.booleans())
 def test_any_number_of_rows_and_columns_is_simulated_right(m, n, k, whole):
     if reason := compat.kernels.mosaic_gpu_reason():

@@ -176,6 +176,7 @@ class Sorted(Kernel[int, jax.Array]):
 def stored_by_jax(tmp_path):
     """Turn JAX's persistent compilation cache on for every program."""
     options = {
+        "jax_enable_compilation_cache": True,
         "jax_compilation_cache_dir": str(tmp_path),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,

@@ -54,13 +54,12 @@ def need(tile: Tile, known: int, chip: str, dtypes: tuple[str, str], *, whole: b
         whole: Whether rows and columns of a matrix's tile are multiples of 128 without padding.
     """
     operands, out = dtypes
-    found = {one: registers for one in _CHIPS if (registers := _registers(one, operands, tile.kind))}
-    own = found.get(like(chip))
-    if own is None:
-        most = _FILE + max(_most(tile, registers) for registers in found.values())
+    own = _registers(like(chip), operands, tile.kind)
+    if not own:
+        most = _FILE + max(_most(tile, one, operands) for one in _CHIPS if _registers(one, operands, tile.kind))
         return Need(known, int((known + REGISTER * most) * _OTHERS))
     margin = _ALIKE if whole and tile in own and operands == out else _OTHERS
-    return Need(known, int((known + REGISTER * _most(tile, own)) * margin))
+    return Need(known, int((known + REGISTER * _most(tile, like(chip), operands)) * margin))
 
 
 def row_of(tile: Tile, chip: str, dtype: str) -> tuple[str, str]:
@@ -78,11 +77,13 @@ def _registers(chip: str, dtype: str, kind: str) -> dict[Tile, int]:
     return found
 
 
-def _most(tile: Tile, registers: Mapping[Tile, int]) -> float:
+@functools.lru_cache(maxsize=4096)  # a space and its heuristic ask for each tile several times
+def _most(tile: Tile, chip: str, dtype: str) -> float:
     """Return the registers of a tile, or the most of those in the table that enclose it.
 
     A tile beyond the table keeps as many times more values as its left operand is larger.
     """
+    registers = _registers(chip, dtype, tile.kind)
     if tile in registers:
         return registers[tile]
     rows, inner = (max(sizes) for sizes in zip(*((one.rows, one.inner) for one in registers), strict=True))
