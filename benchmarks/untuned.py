@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.untuned OPERATION... --draw SEED`: what the heuristic loses on random calls.
 
-Each call is tuned among the heuristic's configuration and the nearest ones of its search space, whatever other
-libraries take. A row per call has the heuristic's time, the best one, and the fields that differ. Rivals show only
+Each call is tuned among the heuristic's configuration and the nearest ones of its search space, regardless of other
+libraries. A row per call has the heuristic's time, the best one, and the fields that differ. Rivals show only
 where ours loses to them; this shows where ours could be faster.
 """
 
@@ -172,8 +172,9 @@ def given(text: str) -> _Program:
     """Return a product of 8-bit numbers, e.g. of `blocks,205,13312,512`: scales or dtypes, then `m,k,n`."""
     name, *sizes = text.split(",")
     m, k, n = map(int, sizes)
-    dtypes = {"int8": ("int8", "int8"), "mixed": ("float8_e5m2", "float8_e4m3fn"), "wide": ("bfloat16", "int8")}
-    x_dtype, w_dtype = dtypes.get(name, ("float8_e4m3fn", "float8_e4m3fn"))
+    float8 = "float8_e4m3fn"
+    dtypes = {"int8": ("int8", "int8"), "mixed": ("float8_e5m2", float8), "wide": ("bfloat16", "int8")}
+    x_dtype, w_dtype = (dtypes | dict.fromkeys(("rows", "blocks", "thin"), (float8, float8)))[name]
     block = 128 if name in ("blocks", "thin") else None
     w = _in_8_bits((n, k), w_dtype, (128 if name == "blocks" else 1, block))
     x = _bf16(m, k) if name == "wide" else _in_8_bits((m, k), x_dtype, (1, block))
@@ -199,7 +200,7 @@ def calls_in(program: _Program) -> list[Invocation[Any, Any]]:
 
 
 def calls_of(kind: str, seed: int, count: int) -> Iterator[Invocation[Any, Any]]:
-    """Yield at least this many calls."""
+    """Yield the calls of up to so many random programs, until there are so many calls."""
     found = 0
     for number in range(count):
         for inv in calls_in(KINDS[kind](np.random.default_rng([seed, number]))):
@@ -279,6 +280,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=500.0, help="after which no search begins")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile (default: one a core)")
     args = parser.parse_args(argv)
+    if unknown := set(args.kinds) - set(KINDS):
+        parser.error(f"no kind {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
     checks: Any = "outputs" if args.validate else False
     policy = AutotunePolicy(isolate=True, validate=checks, compile_processes=args.processes, budget_s=60.0)
     end = time.monotonic() + args.seconds
@@ -287,8 +290,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(persistent=store, policy=policy)
         drawn = (inv for kind in args.kinds for inv in calls_of(kind, args.draw, args.count))
         for inv in itertools.chain((inv for text in args.calls for inv in calls_in(given(text))), drawn):
-            start, candidates = time.monotonic(), candidates_of(inv, args.near, args.axes)
-            if start > end or len(candidates) < 2:
+            start = time.monotonic()
+            if start > end:
+                break
+            candidates = candidates_of(inv, args.near, args.axes)
+            if len(candidates) < 2:
                 continue
             try:
                 found = chain.search(inv, kernel_of(inv), policy=policy, candidates=candidates)

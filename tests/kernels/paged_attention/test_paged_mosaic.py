@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -66,13 +67,19 @@ def poisoned(
     return jnp.asarray(q, "bfloat16"), jnp.asarray(pages, cache), *(jnp.asarray(x, jnp.int32) for x in integers)
 
 
+@functools.cache
+def program_of(call, params, interpret):
+    """Return the simulated kernels of a call, compiled once for all operands."""
+    return jax.jit(lambda *args: MosaicGpu().forward(call, *args, params=params))
+
+
 def results(args, params=SMALL, **options):
     """Return the results of the kernels and of the reference, in float32."""
     args, options = PagedAttention().prepare(*args, return_lse=True, **options)
     options.pop("implementation")
     call = PagedAttention().describe(*args, **options)
     assert MosaicGpu().unsupported(call) is None
-    found, _ = jax.jit(lambda *args: MosaicGpu().forward(call, *args, params=params))(*args)
+    found, _ = program_of(call, params, MosaicGpu.interpret)(*args)
     wide = [x.astype(jnp.float32) if getattr(x, "dtype", None) == jnp.bfloat16 else x for x in args]
     return [np.asarray(x, np.float32) for x in found], [np.asarray(x) for x in reference.attention(call, tuple(wide))]
 
@@ -88,7 +95,7 @@ def assert_near(found, wanted):
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        ({}, {}),
+        pytest.param({}, {}, marks=pytest.mark.whole),
         ({"page": 64, "head_dim": 128, "heads": (3, 1)}, {"logits_soft_cap": 2.0, "sinks": jnp.linspace(-1, 1, 3)}),
         ({"page": 8, "window": 40}, {"sliding_window": 40, "k_scale": 0.5, "v_scale": jnp.array([2.0, 0.5])}),
         ({"cache": "float8_e4m3fn"}, {"k_scale": 0.5, "sinks": jnp.linspace(-1, 1, 4)}),
@@ -123,7 +130,7 @@ def test_any_number_of_query_heads_shares_a_kv_head(group, head_dim):
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        ({"heads": (16, 1)}, {}),
+        pytest.param({"heads": (16, 1)}, {}, marks=pytest.mark.whole),
         (
             {"heads": (72, 1), "page": 8, "window": 70},
             {"sliding_window": 70, "k_scale": 0.5, "logits_soft_cap": 2.0, "sinks": jnp.linspace(-1, 1, 72)},
@@ -211,14 +218,14 @@ def test_tokens_that_were_quantised_into_the_cache_are_attended_to():
 @pytest.mark.parametrize(
     ("queries", "window", "head_dim"),
     [
-        ((1, 0, 40, 1, 7, 20), None, 64),
+        pytest.param((1, 0, 40, 1, 7, 20), None, 64, marks=pytest.mark.whole),
         ((1, 0, 40, 1, 7, 20), 20, 64),
         ((3, 2, 1, 4, 3, 3), None, 64),
         ((0, 2, 0, 1, 1, 0), None, 64),
         ((1, 0, 40, 1, 7, 20), None, 256),
-        ((3, 2, 1, 4, 3, 3), None, 256),
+        pytest.param((3, 2, 1, 4, 3, 3), None, 256, marks=pytest.mark.whole),
         ((1, 0, 40, 1, 7, 20), 20, 112),
-        ((3, 2, 1, 4, 3, 3), 20, 80),
+        pytest.param((3, 2, 1, 4, 3, 3), 20, 80, marks=pytest.mark.whole),
     ],
 )
 def test_decode_and_prefill_share_a_batch(queries, window, head_dim):
@@ -266,7 +273,15 @@ def test_heads_of_one_device_under_shard_map():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cache", "head_dim"), [("bfloat16", 64), ("int8", 64), ("int8", 80), ("float8_e4m3fn", 16)])
+@pytest.mark.parametrize(
+    ("cache", "head_dim"),
+    [
+        pytest.param("bfloat16", 64, marks=pytest.mark.whole),
+        pytest.param("int8", 64, marks=pytest.mark.whole),
+        ("int8", 80),
+        ("float8_e4m3fn", 16),
+    ],
+)
 def test_kernels_that_write_to_one_output_are_apart_from_slices(cache, head_dim):
     """With few columns, the numbers of one token do not divide evenly over the threads that widen them."""
     if reason := compat.kernels.mosaic_gpu_reason():

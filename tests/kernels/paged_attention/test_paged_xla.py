@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from ejkernel.kernels.paged_attention.common import PagedCall
@@ -35,6 +37,14 @@ def sizes_of(call):
 def test_few_sequences_have_long_blocks(sequences, length, sizes):
     """The first two are measured; a table with fewer columns than a block limits the last."""
     assert sizes_of(call_of(sequences, length)) == sizes
+
+
+def test_prefill_and_short_windows_have_short_blocks():
+    decode = call_of(4, 8192)
+    assert sizes_of(decode) == (2048, 4)
+    assert sizes_of(dataclasses.replace(decode, window=127)) == (512, 4)
+    assert sizes_of(dataclasses.replace(decode, window=1500)) == (1024, 4)
+    assert sizes_of(dataclasses.replace(decode, q=(8192, *decode.q[1:]))) == (512, 4)
 
 
 def test_a_cpu_takes_one_tile_with_a_block_that_fits_in_its_caches():

@@ -26,7 +26,7 @@ from .plan import PlanArrays
 
 _TOKENS = tuple(1 << i for i in range(6, 14))  # of the blocks of a space
 _BLOCK_TOKENS = 512
-_LONGEST = 2048  # tokens of a block that a heuristic takes; longer ones have not been measured
+_LONGEST = 2048  # tokens of a block that a heuristic takes
 _BLOCK_BYTES = 64 << 20  # of all blocks of a step, on an accelerator
 _LONG_BYTES = 2 * _BLOCK_BYTES  # with long blocks, for few sequences
 
@@ -63,12 +63,13 @@ class Xla(Implementation[PagedCall]):
         if on_cpu:
             return XlaParams(block_pages=pages)
         tiles = max(1, min(call.table[0], _BLOCK_BYTES // _block_bytes(call, pages)))
-        if tiles < call.table[0]:
+        if tiles < call.table[0] or call.q[0] > call.table[0]:  # prefill reads few blocks in vain with short ones
             return XlaParams(block_pages=pages, tiles=tiles)
         # Few sequences fill an accelerator with long blocks alone. On one H200, 40 heads and 8 KV heads of 256 in
         # bfloat16: 2 sequences of 65,536 with blocks of 512, 1,024 and 2,048 tokens took 1,332, 861 and 684 us, and 8
         # of 2,048 with blocks of 512 and 1,024 tokens 201 and 179 us.
-        longer = [_block_pages(call, tokens) for tokens in _TOKENS if _BLOCK_TOKENS < tokens <= _LONGEST]
+        most = _LONGEST if call.window is None else min(_LONGEST, call.window)
+        longer = [_block_pages(call, tokens) for tokens in _TOKENS if _BLOCK_TOKENS < tokens <= most]
         fitting = [own for own in longer if tiles * _block_bytes(call, own) <= _LONG_BYTES]
         return XlaParams(block_pages=max([pages, *fitting]), tiles=tiles)
 
