@@ -219,7 +219,8 @@ def quantized_matmul(
     The tensor cores of Hopper GPUs keep few bits of a float8 sum: sums of 7,168 positive products come out 12 % too
     small, of 16,384 24 %, by cuBLASLt as well. By default partial sums are therefore added in float32, every 256 of
     `k`. `accumulation="fast"` leaves them in the tensor core, which is 2 to 8 % faster; its error on data with mean
-    zero was 0.25 % at 7,168. int8 sums are exact either way.
+    zero was 0.25 % at 7,168. int8 sums are exact either way, but the parts of a sum that several blocks of threads
+    compute are added in float32.
 
     A scale may be one number, one for each row of `x` or column of `w`, or one for each block along `k`. `mosaic_gpu`
     runs two 8-bit operands with scales of rows, columns or arrays, or of 1x128 blocks by 128x128 blocks, and `w` as

@@ -547,6 +547,15 @@ def test_rows_of_a_panel_stay_in_the_cache(inner, panel):
     assert support.heuristic(dataclasses.replace(CALL, inner=inner)).panel == panel
 
 
+@pytest.mark.parametrize(
+    ("tokens", "columns", "preference"), [(70, 12832, -1), (1559, 2280, -1), (751, 170440, 0), (8192, 128256, 0)]
+)
+def test_xla_computes_gradients_with_few_logits(tokens, columns, preference):
+    call = dataclasses.replace(CALL, tokens=tokens, columns=columns)
+    assert MosaicGpuGradients().preference(call) == preference
+    assert MosaicGpu().preference(call) == 0
+
+
 def test_three_products_have_a_buffer_for_each_piece():
     found = support.heuristic(CALL)
     assert found.out_slots == support.head_plan(CALL, found, plan.EXPONENTIALS, rows=plan.TILE_ROWS).pieces

@@ -20,7 +20,6 @@ from ejkernel.kernels.quantized_matmul.mosaic_gpu.implementation import MosaicGp
 from ejkernel.kernels.quantized_matmul.mosaic_gpu.plan import MosaicGpuParams
 from ejkernel.kernels.quantized_matmul.mosaic_gpu.splits import added
 from ejkernel.kernels.quantized_matmul.quantized import quantize
-from ejkernel.modules import QuantizedMatmulConfig
 from ejkernel.ops.utils.storage.serialize import from_data
 
 pytestmark = pytest.mark.slow
@@ -160,10 +159,13 @@ def test_groups_have_no_splits():
 
 def test_an_entry_without_splits_is_read_as_one_without_them():
     params = {"block_m": 64, "block_n": 256, "out_slots": 2, "panel": 16, "stages": 4}
-    entry = {"implementation": "mosaic_gpu", "fwd": params, "bwd": None}
-    expected = QuantizedMatmulConfig(implementation="mosaic_gpu", fwd=MosaicGpuParams(block_m=64))
-    found = QuantizedMatmulConfig(implementation="mosaic_gpu", fwd=from_data(params, MosaicGpuParams))
-    assert (expected, entry["implementation"]) == (found, found.implementation)
+    assert from_data(params, MosaicGpuParams) == MosaicGpuParams(block_m=64, splits=1)
+
+
+def test_sums_of_splits_have_a_limit():
+    call = dataclasses.replace(CALL, rows=200, inner=1 << 14, columns=1 << 20)
+    fault = MosaicGpu().params_fault(call, MosaicGpuParams(block_n=64, out_slots=1, splits=64)) or ""
+    assert "bytes for sums, and may have 1073741824" in fault
 
 
 @pytest.mark.parametrize(

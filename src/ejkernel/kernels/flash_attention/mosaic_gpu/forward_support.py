@@ -206,8 +206,8 @@ def _preferred(call: AttentionCall, *, aligned: bool) -> ForwardParams:
 
 def _preferred_for_segments(call: AttentionCall, *, packs: bool) -> ForwardParams:
     """Return a persistent launch if the unknown lengths of a block of threads' tiles even out."""
-    # With many heads whose tiles of the same rows come together, each block of threads gets tiles of all rows. Of 28
-    # forwards 21 took 3 to 26 % less; four took 2 to 7 % more, with three or four segments. But with 8 heads and 8
+    # With many heads whose tiles of the same rows come together, each block of threads gets tiles of all rows. Of 19
+    # forwards 15 took 8 to 25 % less; three took 2 to 7 % more, with three or four segments. But with 8 heads and 8
     # segments of 8,192 rows: 152 us instead of 127, and with two tiles for each block of threads 32 instead of 30.
     params = ForwardParams(pack_heads=packs)
     plan = forward_plan(call, params)
@@ -228,8 +228,8 @@ def _evens_out(plan: ForwardPlan) -> bool:
 
 def _with_even_shares(call: AttentionCall, params: ForwardParams) -> ForwardParams:
     """Return the parameters, with the tiles of all heads by rows where those of one head at a time divide unevenly."""
-    # Under a causal mask with up to five tiles for each block of threads, the estimated gain is within 2 % of the
-    # measured one in 16 forwards at D64 to D256: 2 to 8 % in 14 of them. With eight or more tiles, where it says 2 to
+    # Under a causal mask with up to six tiles for each block of threads, the estimated gain is within 2 % of the
+    # measured one in 13 forwards at D64 to D256: 2 to 8 % in 12 of them. With eight or more tiles, where it says 2 to
     # 4 %, two took 0 and 3 % longer: the tiles of more heads at once share less of the cache.
     usual = params.persistent and params.heads_first and not call.segments
     if not usual or call.rules.right is None or call.rules.left is not None:
@@ -258,7 +258,7 @@ def _preferred_with_bias(call: AttentionCall) -> ForwardParams:
 
 def _keys_with_bias(call: AttentionCall) -> int:
     """Return the number of keys in a block with which few are computed in vain; smaller blocks take longer for each."""
-    # 402 keys at D32: 28.9 us with 64 instead of 31.0 with 128; 260 keys 28.8 instead of 32.2; 180 at D16 21.8 instead
+    # 402 keys at D32: 28.9 us with 64 instead of 31.0 with 128; 260 keys 28.8 instead of 32.2; 180 at D16 21.9 instead
     # of 25.1; 300 at D64 22.5 instead of 23.7; 650 at D64 41.4 with 96 instead of 44.8. But 320 at D64 101 instead of
     # 98.
     dim, keys = call.query[3], call.key[1]

@@ -43,7 +43,7 @@ class FewRowsPlan:
         gated: Whether the result is multiplied by the product with a second matrix.
         factored: Whether rows of the result have factors.
         clears: Whether rows behind the only group become zero.
-        asked: The splits of rows in 8 bits.
+        most_splits: The most splits of rows in 8 bits.
     """
 
     rows: int
@@ -61,7 +61,7 @@ class FewRowsPlan:
     gated: bool = False
     factored: bool = False
     clears: bool = False
-    asked: int = 1
+    most_splits: int = 1
 
     @property
     def products(self) -> int:
@@ -153,7 +153,7 @@ class FewRowsPlan:
     @property
     def steps(self) -> int:
         """Steps of a block of threads for a tile; the last split of rows in 16 bits may have fewer."""
-        splits = self.asked
+        splits = self.most_splits
         if self.wide and not self.group_tiles:
             splits = max(1, min(MULTIPROCESSORS // self.column_tiles, self.all_steps // LEAST_STEPS))
         return -(-self.all_steps // splits)
@@ -246,5 +246,5 @@ def _dense_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> FewRowsPl
         tile_columns=params.block_n,
         stages=params.stages,
         promoted=0 if not call.is_narrow or call.is_integer or call.fast else PROMOTED,
-        asked=params.splits,
+        most_splits=params.splits,
     )

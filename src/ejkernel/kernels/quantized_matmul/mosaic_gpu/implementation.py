@@ -45,6 +45,7 @@ _MATRIX_IN_FLIGHT = 144 * 1024
 # Microseconds of a step of 128 rows, by whether no scale varies along `k`, and by columns; of a step of few rows.
 _STEP_US = {True: {64: 0.22, 128: 0.4, 192: 0.54, 256: 0.68}, False: {64: 0.31, 128: 0.48, 192: 0.66}}
 _FEW_ROWS_STEP = 0.15
+_MOST_SUMS = 1 << 30  # bytes of the sums of splits
 _FEW_ROUNDS = 8  # of tiles: in more, the last one takes little of the time
 _MOST_GROUPS = 4096  # the tile scheduler of every thread walks over all groups
 _Call = TypeVar("_Call", bound=OperationCall)
@@ -111,13 +112,15 @@ class QuantizedProduct(Implementation[_Call], Generic[_Call]):
         if dense != call or self.is_wide(call):
             return f"splits must be 1 for groups, activations and rows of 16 bits, got {splits}."
         if params.block_m == FEW_ROWS:
-            found, fault = few_rows_plan(call, params).splits, None
+            found, rows, fault = few_rows_plan(call, params).splits, dense.rows, None
         else:
             plan = self.plan(call, params)
             if plan.whole_rows >= plan.rows:
                 return f"splits must be 1 where tiles fill rounds of {plan.programs} blocks of threads, got {splits}."
             split = split_plan(plan, splits)
-            found, fault = split.splits, _memory_fault(split)
+            found, rows, fault = split.splits, split.own_rows, _memory_fault(split)
+        if (needed := 4 * found * rows * dense.columns) > _MOST_SUMS:
+            return f"splits={splits} needs {needed} bytes for sums, and may have {_MOST_SUMS}; use fewer."
         if 2 * found <= splits:
             return f"splits must leave each part some of the steps of k, which suffice for {found}, got {splits}."
         return fault

@@ -153,8 +153,8 @@ def _multiplied(plan: QuantizedPlan, given: _Operands, interpret: Any) -> jax.Ar
 
     with jax.enable_x64(False):  # the kernel counts in int32
         rows, (groups, columns, _) = given.x.shape[0], given.w.shape
-        room = max(rows, ROWS)
-        x = with_zeros(given.x, (room, plan.inner))
+        padded_rows = max(rows, ROWS)
+        x = with_zeros(given.x, (padded_rows, plan.inner))
         w = with_zeros(given.w, (groups, padded(columns, ROW_TILE), plan.inner))
         if plan.blocks:
             kernel: Any = BlocksKernel(plan, backend_for(interpret))
@@ -162,7 +162,7 @@ def _multiplied(plan: QuantizedPlan, given: _Operands, interpret: Any) -> jax.Ar
             scales = in_chunks(given.x_scale), of_matrix
         else:
             kernel = QuantizedKernel(plan, backend_for(interpret))
-            of_rows = each_factor(given.x_scale, (rows,), given.x_block, room + plan.tile_rows)
+            of_rows = each_factor(given.x_scale, (rows,), given.x_block, padded_rows + plan.tile_rows)
             of_columns = each_factor(given.w_scale, (groups, columns), given.w_block, plan.factors)
             scales = of_rows, of_columns
         arrays = x, w, given.sizes, *scales

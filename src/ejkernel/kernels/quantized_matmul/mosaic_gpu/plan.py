@@ -35,7 +35,7 @@ PART = 128  # columns that share an accumulator: 256 columns of it do not fit be
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MosaicGpuParams(NamedFields):
-    """Launch parameters; they do not change the result.
+    """Launch parameters. Only `splits` changes the result, in its last bits: it changes the order of sums.
 
     A block of threads has one producer and two consumer warpgroups; each consumer computes half of the rows of a tile.
     The launch is persistent: one block per multiprocessor takes tile after tile.
