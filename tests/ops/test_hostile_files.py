@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.ops.sample_kernels import Tile, Tiled
 from tests.ops.sealing import lines_with_digest, with_digest
@@ -289,7 +289,6 @@ def test_each_odd_value_in_each_place_of_a_log_is_skipped_or_that_value():
                     assert all(seconds is None or 1e-13 < seconds < 1e10 for _, seconds in record.times)
 
 
-@settings(max_examples=30)
 @given(st.data())
 def test_any_value_in_any_place_is_no_exception_and_is_printed_harmlessly(data):
     with made() as files:
@@ -299,7 +298,6 @@ def test_any_value_in_any_place_is_no_exception_and_is_printed_harmlessly(data):
         assert all(map(is_printable, everything_printed(files.cache)))
 
 
-@settings(max_examples=30)
 @given(st.data())
 def test_any_value_in_any_line_of_a_log_is_no_exception_and_is_printed_harmlessly(data):
     with made() as files:
@@ -313,7 +311,6 @@ def test_any_value_in_any_line_of_a_log_is_no_exception_and_is_printed_harmlessl
 # --- texts that would drive a terminal ---
 
 
-@settings(max_examples=30)
 @given(nasty=texts)
 def test_no_text_of_an_entry_a_log_or_a_note_drives_a_terminal(nasty):
     key = ConfigKey(INV.key.device, f"double@v0{nasty}", f"call{nasty}")

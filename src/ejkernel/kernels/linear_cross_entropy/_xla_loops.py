@@ -123,7 +123,7 @@ def over_rows(
 ) -> Any:
     """Scan over chunks of rows; the last is padded with zeros, and `lse` so that their softmax is 0.
 
-    Chunks have a multiple of `multiple` rows, as `chunk` is. Without a carry, `None`, the first chunk makes it: a sum
+    `chunk` and the rows of all chunks are multiples of `multiple`. Without a carry, `None`, the first chunk makes it: a sum
     need not start from zeros.
     """
     rows = jax.tree.leaves(arrays)[0].shape[0]

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from ejkernel.kernels._varying import unify_varying
+from ejkernel.kernels.linear_cross_entropy._chunks import estimated_bytes, heuristic_chunks, memory_limit
 from ejkernel.kernels.linear_cross_entropy.common import (
     GRADIENTS,
     STATISTICS,
@@ -108,10 +109,13 @@ class MosaicGpuGradients(_OnHopper):
     def preference(self, call: LinearCrossEntropyCall) -> int:
         """Return -1 where XLA's three products with all logits in memory should be faster, else 0."""
         # On one H200, ours and XLA's: 61 and 40 us for 70 rows of 384 and 12,832 columns; 310 and 218 for 1,559 rows of
-        # 6,912 and 2,280 columns; 2,006 and 1,727 for 157 of 6,080 and 89,800. But 5,425 and 5,669 for 751 of 4,864 and
-        # 170,440.
-        known = is_known(call.tokens, call.columns)
-        return -1 if known and call.tokens * call.columns <= _FEW_LOGITS else 0
+        # 6,912 and 2,280 columns; 2,006 and 1,727 for 157 of 6,080 and 89,800. With more logits: 5,327 and 4,893 for
+        # 708 of 6,144 and 127,120, and 5,425 and 5,669 for 751 of 4,864 and 170,440.
+        if not is_known(call.tokens, call.inner, call.columns):
+            return 0
+        has_few = call.tokens * call.columns <= _FEW_LOGITS
+        fits = has_few and estimated_bytes(call, "rows", None) <= memory_limit(call)
+        return -1 if fits and heuristic_chunks(call) == ("rows", None) else 0
 
     def forward(
         self, call: LinearCrossEntropyCall, /, *args: Any, params: MosaicGpuParams

@@ -59,7 +59,7 @@ class Exponentials(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows, each padded to a multiple of 8, and their labels, with -1 for the rest of the last tile."""
+    """Rows, each padded to a multiple of 8 elements, and their labels, with -1 for the rest of the last tile."""
 
     x: jax.Array
     labels: jax.Array
@@ -128,7 +128,7 @@ class PaddedHead:
 
     @property
     def own_columns(self) -> int:
-        """The number of columns of the weight's gradient for some rows: TMA cannot store odd rows."""
+        """The number of columns of the weight's gradient for some rows; those of `[d, V]` end as TMA stores them."""
         return self.call.columns if self.call.transpose_weight else self.columns
 
     def owns(self, labels: jax.Array) -> jax.Array:

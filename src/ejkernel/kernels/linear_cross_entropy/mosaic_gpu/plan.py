@@ -184,6 +184,11 @@ class SumPlan:
         return ROW_BYTES // int(jnp.dtype(self.sum_dtype).itemsize)
 
     @property
+    def out_slots(self) -> int:
+        """Staging buffers of the epilogue: up to four, a divisor of the pieces of a tile."""
+        return min(4, self.block_n // self.piece)
+
+    @property
     def programs(self) -> int:
         """Blocks of threads."""
         return MULTIPROCESSORS

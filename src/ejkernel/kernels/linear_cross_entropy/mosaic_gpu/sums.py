@@ -38,7 +38,7 @@ from ejkernel.kernels._hopper.tile_shapes import REGISTERS, ROWS, STEP, WARPGROU
 
 from .plan import TILE_ROWS, SumPlan
 
-STAGES, OUT_SLOTS, PANEL = 3, 4, 16  # as in `MosaicGpuParams`
+STAGES, PANEL = 3, 16  # as in `MosaicGpuParams`
 
 
 class SumMemory(NamedTuple):
@@ -117,7 +117,7 @@ class SumKernel:
 
     def memory_types(self) -> SumMemory:
         """Return the types of shared memory and barriers."""
-        plan, shape = self.plan, (WARPGROUPS, OUT_SLOTS, ROWS, self.plan.piece)
+        plan, shape = self.plan, (WARPGROUPS, self.plan.out_slots, ROWS, self.plan.piece)
         copies = WARPGROUPS * self.lhs.pieces + self.rhs.pieces
         return SumMemory(
             self.lhs.type(plan.dtype),
