@@ -123,8 +123,8 @@ def over_rows(
 ) -> Any:
     """Scan over chunks of rows; the last is padded with zeros, and `lse` so that their softmax is 0.
 
-    `chunk` and the rows of all chunks are multiples of `multiple`. Without a carry, `None`, the first chunk makes it: a sum
-    need not start from zeros.
+    `chunk` and the rows of all chunks are multiples of `multiple`. Without a carry, `None`, the first chunk makes it: a
+    sum need not start from zeros.
     """
     rows = jax.tree.leaves(arrays)[0].shape[0]
     if chunk is None or _is_one(chunk, rows):
