@@ -37,7 +37,7 @@ def training_of(experts: Experts) -> _Calls:
 
     shapes = (rows, experts.width), (experts.count, *matrix), (experts.count, *matrix[::-1])
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    return _found(jax.grad(loss, (0, 1, 2)), *arrays, jax.ShapeDtypeStruct((experts.count,), jnp.int32))
+    return calls_in(jax.grad(loss, (0, 1, 2)), *arrays, jax.ShapeDtypeStruct((experts.count,), jnp.int32))
 
 
 def dense_training_of(width: int, hidden: int, *, block: Any) -> _Calls:
@@ -47,7 +47,7 @@ def dense_training_of(width: int, hidden: int, *, block: Any) -> _Calls:
         return quantized_dense(quantized_dense(x, into, block=block), out, block=block).astype(jnp.float32).sum()
 
     shapes = (TRAINING, width), (width, hidden), (hidden, width)
-    return _found(jax.grad(loss, (0, 1, 2)), *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+    return calls_in(jax.grad(loss, (0, 1, 2)), *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
 
 
 def decoding_of(width: int, hidden: int, *, dtype: str) -> _Calls:
@@ -55,20 +55,22 @@ def decoding_of(width: int, hidden: int, *, dtype: str) -> _Calls:
     found = []
     for k, n in ((width, hidden), (hidden, width)):
         wide = dtype == "bfloat16"
-        x: Any = jax.ShapeDtypeStruct((FEW_ROWS, k), dtype)
-        x = x if wide else _in_8_bits(x)
-        w = _in_8_bits(jax.ShapeDtypeStruct((n, k), "int8" if wide else dtype))
-        found += _found(functools.partial(quantized_matmul, transpose_w=True), x, w)
+        x = jax.ShapeDtypeStruct((FEW_ROWS, k), dtype) if wide else in_8_bits((FEW_ROWS, k), dtype)
+        w = in_8_bits((n, k), "int8" if wide else dtype)
+        found += calls_in(functools.partial(quantized_matmul, transpose_w=True), x, w)
     return found
 
 
-def _in_8_bits(values: Any) -> Quantized:
-    """Return a matrix with a scale for each row."""
-    scale: Any = jax.ShapeDtypeStruct((values.shape[0], 1), jnp.float32)
-    return Quantized(values, scale, (1, None))
+def in_8_bits(shape: tuple[int, int], dtype: str, block: tuple[int, int | None] = (1, None)) -> Quantized:
+    """Return the type of a matrix with scales of such blocks, by default of rows."""
+    counts = (-(-size // (part or size)) for size, part in zip(shape, block, strict=True))
+    values: Any = jax.ShapeDtypeStruct(shape, dtype)
+    scale: Any = jax.ShapeDtypeStruct(tuple(counts), jnp.float32)
+    return Quantized(values, scale, block)
 
 
-def _found(program: Any, *arrays: Any) -> _Calls:
+def calls_in(program: Any, *arrays: Any) -> _Calls:
+    """Return the different calls of a program."""
     found = discover_for(jax.jit(program), arrays, {}, platform="gpu")
     return list({inv.call_key: inv for inv in found}.values())
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.untuned OPERATION... --draw SEED`: what the heuristic loses on random calls.
+"""`python -m benchmarks.untuned KIND... --draw SEED`: random calls, with the heuristic and nearby configurations.
 
-Each call is tuned among the heuristic's configuration and the nearest ones of its search space, regardless of other
-libraries. A row per call has the heuristic's time, the best one, and the fields that differ. Rivals show only
-where ours loses to them; this shows where ours could be faster.
+Each call is tuned among the heuristic's configuration, the nearest ones of its search space, and one of each other
+implementation. A row has their times. Benchmarks beside other libraries show losses to these; this one also shows
+where a faster configuration exists and no library has it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.attention_near import near_points
+from benchmarks.quantized_uses import calls_in, in_8_bits
 from ejkernel.modules import (
-    Quantized,
     grouped_matmul,
     grouped_matmul_wgrad,
     layer_norm,
@@ -44,7 +44,6 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.status import FAULTY
 from ejkernel.ops.core.kernel import kernel_of
 from ejkernel.ops.errors import TuningError
-from ejkernel.ops.execution.discovery import discover_for
 
 _Program = tuple[Callable[..., Any], tuple[Any, ...]]  # with the types of its arguments
 _Rng = np.random.Generator
@@ -64,12 +63,20 @@ def _size(rng: _Rng, least: int, most: int, step: int = 1) -> int:
     return max(1, round(drawn / step)) * step
 
 
-def _grouped(rng: _Rng) -> _Program:
-    groups = _size(rng, 1, 256)
-    rows = min(_size(rng, 4, 4096) * groups, 1 << 17)
-    k, n = _size(rng, 256, 8192, 64), _size(rng, 256, 8192, 64)
-    while groups * k * n > 1 << 32:
+def _group_sizes(
+    rng: _Rng, most_groups: int, rows_of_group: int, most_rows: int, step: int, numbers: int
+) -> tuple[int, int, int, int]:
+    """Return groups, rows, k and n; the matrices of all groups have up to so many numbers."""
+    groups = _size(rng, 1, most_groups)
+    rows = min(_size(rng, rows_of_group, 4096) * groups, most_rows)
+    k, n = _size(rng, 256, 8192, step), _size(rng, 256, 8192, step)
+    while groups * k * n > numbers:
         groups = -(-groups // 2)
+    return groups, rows, k, n
+
+
+def _grouped(rng: _Rng) -> _Program:
+    groups, rows, k, n = _group_sizes(rng, 256, 4, 1 << 17, 64, 1 << 32)
     direction = rng.choice(["forward", "dgrad", "wgrad", "gated"])
     sizes, matrices = _int32(groups), _bf16(groups, k, n)
     if direction == "wgrad":
@@ -89,30 +96,19 @@ def _with(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return lambda *args: function(*args, **options)
 
 
-def _in_8_bits(shape: tuple[int, int], dtype: str, block: tuple[int, int | None]) -> Quantized:
-    counts = (-(-size // (part or size)) for size, part in zip(shape, block, strict=True))
-    values: Any = jax.ShapeDtypeStruct(shape, dtype)
-    scale: Any = jax.ShapeDtypeStruct(tuple(counts), jnp.float32)
-    return Quantized(values, scale, block)
-
-
 def _quantized(rng: _Rng) -> _Program:
     m, k, n = _size(rng, 1, 32768), _size(rng, 256, 16384, 128), _size(rng, 256, 16384, 128)
     blocks = bool(rng.integers(2))
     dtype = "float8_e4m3fn" if blocks else str(rng.choice(["float8_e4m3fn", "int8"]))
-    x = _in_8_bits((m, k), dtype, (1, 128 if blocks else None))
-    w = _in_8_bits((n, k), dtype, (128, 128) if blocks else (1, None))
+    x = in_8_bits((m, k), dtype, (1, 128 if blocks else None))
+    w = in_8_bits((n, k), dtype, (128, 128) if blocks else (1, None))
     if m <= 64 and rng.integers(2):
         return _with(quantized_matmul, transpose_w=True), (_bf16(m, k), w)
     return _with(quantized_matmul, transpose_w=True), (x, w)
 
 
 def _quantized_grouped(rng: _Rng) -> _Program:
-    groups = _size(rng, 1, 128)
-    rows = min(_size(rng, 16, 4096) * groups, 1 << 16)
-    k, n = _size(rng, 256, 8192, 128), _size(rng, 256, 8192, 128)
-    while groups * k * n > 1 << 31:
-        groups = -(-groups // 2)
+    groups, rows, k, n = _group_sizes(rng, 128, 16, 1 << 16, 128, 1 << 31)
     block: Any = 128 if rng.integers(2) else None
 
     def loss(x: Any, w: Any, sizes: Any) -> Any:
@@ -168,7 +164,7 @@ def _paged(rng: _Rng) -> _Program:
     return paged_attention, (_bf16(tokens, kv_heads * group, dim), cache, *table)
 
 
-def given(text: str) -> _Program:
+def given(text: str) -> Invocation[Any, Any]:
     """Return a product of 8-bit numbers, e.g. of `blocks,205,13312,512`: scales or dtypes, then `m,k,n`."""
     name, *sizes = text.split(",")
     m, k, n = map(int, sizes)
@@ -176,9 +172,10 @@ def given(text: str) -> _Program:
     dtypes = {"int8": ("int8", "int8"), "mixed": ("float8_e5m2", float8), "wide": ("bfloat16", "int8")}
     x_dtype, w_dtype = (dtypes | dict.fromkeys(("rows", "blocks", "thin"), (float8, float8)))[name]
     block = 128 if name in ("blocks", "thin") else None
-    w = _in_8_bits((n, k), w_dtype, (128 if name == "blocks" else 1, block))
-    x = _bf16(m, k) if name == "wide" else _in_8_bits((m, k), x_dtype, (1, block))
-    return _with(quantized_matmul, transpose_w=True), (x, w)
+    w = in_8_bits((n, k), w_dtype, (128 if name == "blocks" else 1, block))
+    x = _bf16(m, k) if name == "wide" else in_8_bits((m, k), x_dtype, (1, block))
+    [inv] = calls_in(_with(quantized_matmul, transpose_w=True), x, w)
+    return inv
 
 
 KINDS = {
@@ -193,17 +190,12 @@ KINDS = {
 }
 
 
-def calls_in(program: _Program) -> list[Invocation[Any, Any]]:
-    """Return the different calls of a program."""
-    function, args = program
-    return list({inv.call_key: inv for inv in discover_for(jax.jit(function), args, {}, platform="gpu")}.values())
-
-
 def calls_of(kind: str, seed: int, count: int) -> Iterator[Invocation[Any, Any]]:
-    """Yield the calls of up to so many random programs, until there are so many calls."""
+    """Yield the calls of random programs, from one program for each of `count`, until `count` calls are reached."""
     found = 0
     for number in range(count):
-        for inv in calls_in(KINDS[kind](np.random.default_rng([seed, number]))):
+        function, args = KINDS[kind](np.random.default_rng([seed, number]))
+        for inv in calls_in(function, *args):
             yield inv
             found += 1
         if found >= count:
@@ -248,7 +240,7 @@ def candidates_of(inv: Invocation[Any, Any], count: int, axes: Sequence[str] = (
 
 
 def row_of(found: AutotuneData, seconds: float) -> dict[str, Any]:
-    """Return what a search found."""
+    """Return the times of a search, the fastest first, and the heuristic's."""
     times = {outcome.config: outcome.seconds for outcome in found.outcomes if outcome.seconds}
     usual, best = found.inv.kernel.heuristic_cfg(found.inv), min(times, key=times.__getitem__)  # type: ignore[union-attr]
     first = times.get(usual)
@@ -289,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         store = PersistentCache(Path(folder), shipped=False)
         chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(persistent=store, policy=policy)
         drawn = (inv for kind in args.kinds for inv in calls_of(kind, args.draw, args.count))
-        for inv in itertools.chain((inv for text in args.calls for inv in calls_in(given(text))), drawn):
+        for inv in itertools.chain(map(given, args.calls), drawn):
             start = time.monotonic()
             if start > end:
                 break

@@ -211,15 +211,14 @@ def test_a_draw_is_tuned_from_the_heuristic_by_different_changes():
     assert len({one.params.form for one in entries if one.contender == "mosaic_gpu" and one.direction == "bwd"}) == 2
 
 
-# --- untuned: what the heuristic loses ---
+# --- untuned: the heuristic beside nearby configurations ---
 
 
 @pytest.mark.slow
 def test_all_combinations_of_the_axes_of_a_given_product_are_tried():
     if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
-    [inv] = untuned.calls_in(untuned.given("blocks,205,13312,512"))
-    inv = dataclasses.replace(inv, device="gpu:nvidia_h200")
+    inv = dataclasses.replace(untuned.given("blocks,205,13312,512"), device="gpu:nvidia_h200")
     first, *others = untuned.candidates_of(inv, 0, ["block_n", "splits", "pages"])
     assert first == inv.kernel.heuristic_cfg(inv)
     launches = [config.fwd for config in (first, *others) if config.implementation == "mosaic_gpu"]

@@ -19,7 +19,7 @@ ALL = ("sum", "expected", "max")
 
 
 def calls():
-    """Return name, operation, columns, parameters, whether there is a bias, and options."""
+    """Yield a name, operation, columns, parameters, the presence of a bias, and options."""
     capped = {"transpose_weight": True, "logits_soft_cap": 30.0}
     yield "statistics", linear_cross_entropy, COLUMNS, None, False, {}
     yield "all statistics", linear_cross_entropy, COLUMNS, None, True, {**capped, "statistics": ALL}

@@ -233,7 +233,7 @@ class _Kernel:
             wide = [part for unit in pairs for part in backend.widened_pairs(unit, plan.cache_dtype)]
 
         def multiply(sums: Any) -> None:
-            # Here, because Pallas cannot lower accumulators beside indices that are constants outside.
+            # Inside: with these constant indices outside of it, Pallas cannot lower the accumulators.
             values = wide or [self._unit(stage, 1, unit).transpose((1, 0)) for unit in range(plan.units)]
             for part, value in zip(sums, values, strict=True):
                 backend.multiply(part, value, self.buffers.weights.transpose((1, 0)))

@@ -138,7 +138,7 @@ class LaunchPlan:
 
     @property
     def width(self) -> int:
-        """Columns that are computed."""
+        """Columns of keys and of values in shared memory, with the zeros of the last unit."""
         return self.units * self.unit
 
     @property
@@ -163,7 +163,7 @@ class LaunchPlan:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of the cache that are copied to one pipeline stage."""
+        """Bytes of the cache in one pipeline stage."""
         return BLOCK * 2 * self.head_dim * (1 if self.is_narrow else 2)
 
     @property

@@ -109,7 +109,7 @@ class PrefillMemory(ForwardMemory):
         return [Piece(part, part, own) for own in columns for part in [piece.tiles.at[:, pl.ds(*own)]]]
 
     def copied_keys(self, stage: Any) -> list[Piece]:
-        """Return the pieces of a stage of keys that have copies of their own."""
+        """Return the pieces of a stage of keys, each filled by separate copies."""
         return super().key(stage)
 
     def _rows(self, buffer: Any, at: Any) -> list[Piece]:

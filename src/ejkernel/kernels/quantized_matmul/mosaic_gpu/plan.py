@@ -302,7 +302,7 @@ def quantized_plan(call: QuantizedMatmulCall, params: MosaicGpuParams) -> Quanti
 
 
 def split_plan(plan: QuantizedPlan, splits: int) -> QuantizedPlan:
-    """Return the plan that splits what whole rounds of tiles leave of a dense product.
+    """Return the plan of the split launch of a dense product: it has the tiles after the last whole round.
 
     Its rows are those of whole consumers, so that sums are stored in whole copies.
     """

@@ -220,8 +220,8 @@ class Sampling:
     def _in_order(self, indices: list[int]) -> list[int]:
         """Return the rest of a round in its order: a different one in each round, after the first samples.
 
-        A candidate may change the state of the machine for the next. For example, one that fills the cache with
-        temporary arrays made the candidate behind it take 78 us instead of 46 in every round.
+        A candidate may change the state of the machine for the next, e.g. fill its caches. In a fixed order, a kernel
+        behind a candidate with large temporary arrays took 78 us, and the same kernel elsewhere 46.
         """
         if self._round <= self.plan.discard + 1:
             return indices
