@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,7 +13,7 @@ from ejkernel.kernels.flash_attention.common import AttentionCall, Rules
 from ejkernel.kernels.flash_attention.mosaic_gpu import plan
 from ejkernel.kernels.flash_attention.mosaic_gpu.forward_support import heuristic
 from ejkernel.kernels.flash_attention.mosaic_gpu.params import ForwardParams
-from ejkernel.kernels.flash_attention.mosaic_gpu.schedule import longest_share, schedule, tile_work
+from ejkernel.kernels.flash_attention.mosaic_gpu.schedule import longest_share, order_by_length, schedule, tile_work
 
 from .test_mosaic_forward import CAUSAL, Small, assert_close, mosaic, simulated, soon_compiled
 
@@ -78,27 +79,78 @@ def test_several_blocks_of_threads_compute_all_tiles(mosaic, monkeypatch, params
     assert_close(*simulated(mosaic, case, params))
 
 
+@pytest.mark.parametrize(
+    ("packs", "masks"), [(False, False), (True, False), (False, True)], ids=["alone", "packed heads", "a mask of heads"]
+)
+@pytest.mark.usefixtures("soon_compiled")
+def test_tiles_dealt_by_length_are_all_computed(mosaic, monkeypatch, packs, masks):
+    monkeypatch.setattr(plan, "MULTIPROCESSORS", 3)
+    params = ForwardParams(persistent=True, query_buffers=2, share_buffer=True, kv_block=32, pack_heads=packs)
+    case = Small(batch=2, queries=300, keys=300, heads=4, groups=2, segments=True, rules=CAUSAL)
+    case = dataclasses.replace(case, mask=(1, 4, 300, 300)) if masks else case
+    assert_close(*simulated(mosaic, case, params))
+
+
 @pytest.mark.parametrize(("queries", "warpgroups"), [(1024, 2), (1650, 2), (2300, 3), (8192, 3)])
 def test_narrow_causal_calls_have_the_tiles_that_take_less_time(queries, warpgroups):
     assert heuristic(called((16, queries, 8, 64), key_heads=8)).warpgroups == warpgroups
 
 
-# 128 heads whose tiles of the same rows come together; two rows of tiles less than that; few tiles.
 @pytest.mark.parametrize(
-    ("query", "key_heads", "persistent"),
-    [((16, 1024, 16, 64), 4, True), ((2, 8192, 8, 64), 2, False), ((2, 1024, 16, 128), 4, False)],
-    ids=["many heads", "few heads", "few tiles"],
+    ("query", "persistent", "kv_block"),
+    [
+        ((2, 8192, 8, 64), True, 128),
+        ((2, 1024, 16, 128), False, 128),
+        ((1, 8192, 16, 160), True, 128),
+        ((1, 8192, 16, 192), True, 96),
+        ((1, 8192, 16, 256), False, 64),
+        ((1, 4096, 8, 192), False, 96),
+    ],
+    ids=["many tiles", "few tiles", "wide", "wider", "widest", "wide with few tiles"],
 )
-def test_forwards_with_segments_are_persistent_if_their_tiles_even_out(query, key_heads, persistent):
-    found = heuristic(called(query, key_heads=key_heads, segments=True))
-    assert (found.persistent, found.heads_first) == (persistent, False)
+def test_forwards_with_segments_are_persistent_if_blocks_of_threads_have_several_tiles(query, persistent, kv_block):
+    found = heuristic(called(query, key_heads=4, segments=True))
+    assert (found.persistent, found.kv_block) == (persistent, kv_block)
 
 
-def test_tiles_of_segments_are_taken_to_see_a_part_of_the_keys():
-    call = called((1, 8192, 32, 128), key_heads=8, segments=True)
-    work = tile_work(plan.forward_plan(call, dataclasses.replace(PERSISTENT, kv_block=64)))
-    assert work.max() == 32 + 1  # of 128 blocks of keys
-    assert work.min() == 2 + 1
+def test_tiles_of_unknown_lengths_are_dealt_longest_first():
+    rng = np.random.default_rng(0)
+    launched = plan.forward_plan(called((3, 1024, 8, 128), segments=True), PERSISTENT)
+    assert launched.deals_by_length
+    table = rng.integers(0, 9, (3, 1, launched.row_tiles, 4), dtype=np.int32)
+    order = np.asarray(order_by_length(launched, jnp.asarray(table), None))
+    lengths = (table[..., 3] - table[..., 0]).ravel()
+    assert list(order) == list(np.argsort(-lengths, stable=True))
+
+
+def test_key_lengths_count_under_a_causal_mask():
+    lengths = np.array([100, 1024, 500])
+    launched = plan.forward_plan(called((3, 1024, 64, 128), key_lengths=True), PERSISTENT)
+    order = np.asarray(order_by_length(launched, None, jnp.asarray(lengths)))
+    seen = np.minimum(np.arange(128, 1025, 128)[None], lengths[:, None])
+    assert launched.deals_by_length
+    assert list(order) == list(np.argsort(-np.ceil(seen / 128).ravel(), stable=True))
+
+
+# Without a causal mask the tiles of an example are alike. So many tiles even out, and take long to order.
+@pytest.mark.parametrize(
+    ("query", "rules", "hides"),
+    [
+        ((8, 1024, 8, 128), FULL, {"key_lengths": True}),
+        ((8, 1024, 8, 128), CAUSAL, {}),
+        ((512, 4096, 8, 128), CAUSAL, {"segments": True}),
+    ],
+    ids=["full", "nothing hidden", "many tiles"],
+)
+def test_other_tiles_are_dealt_by_the_window_alone(query, rules, hides):
+    launched = plan.forward_plan(called(query, rules, **hides), PERSISTENT)
+    assert not launched.deals_by_length
+    assert schedule(launched) is not None
+
+
+@pytest.mark.parametrize(("queries", "dim", "shares"), [(512, 64, False), (512, 32, True), (1024, 64, True)])
+def test_the_output_of_short_narrow_forwards_has_its_own_buffer(queries, dim, shares):
+    assert heuristic(called((64, queries, 16, dim), key_heads=16)).share_buffer is shares
 
 
 # Four tiles for each block of threads divide unevenly, with the tiles of one head before the next.

@@ -38,7 +38,8 @@ from .forward_memory import (
 )
 from .masks import broadcast_index
 from .plan import REGISTERS, ROWS, ForwardPlan
-from .visibility import BlockRange, window_blocks, window_origin
+from .schedule import blocks_of_rows
+from .visibility import BlockRange, window_origin
 
 
 def launch(
@@ -152,29 +153,50 @@ class ForwardKernel:
 
     def _each_tile(self, body: Callable[[QueryTile, Any, Any], Any], carry: Any) -> Any:
         """Call `body(tile, carry, number)` for each tile of this block of threads, and return the last carry."""
-        program, schedule = lax.axis_index(PROGRAM), self.inputs.schedule
-        if schedule is None:
+        program, plan = lax.axis_index(PROGRAM), self.plan
+        if plan.programs == plan.tiles:
             return body(self._tile(program), carry, np.int32(0))
 
         def step(state: Any) -> Any:
             number, tile, carry = state
-            following = schedule[program, number + 1]  # before the tile is computed, which hides the latency
+            following = self._dealt(program, number + 1)  # before the tile is computed, which hides the latency
             return number + 1, following, body(self._tile(tile), carry, number)
 
-        return lax.while_loop(lambda state: state[1] < self.plan.tiles, step, (jnp.int32(0), program, carry))[2]
+        first = self._dealt(program, np.int32(0)) if plan.deals_by_length else program
+        return lax.while_loop(lambda state: state[1] < plan.tiles, step, (jnp.int32(0), first, carry))[2]
 
-    def _tile(self, number: Any) -> QueryTile:
-        """Return tile `number`; the last rows come first, because they take longest under a causal mask."""
+    def _dealt(self, program: Any, turn: Any) -> Any:
+        """Return the tile of a block of threads in a turn; the number of tiles if all are dealt."""
+        if self.inputs.schedule is not None:
+            return self.inputs.schedule[program, turn]
+        # Longest first, forwards and backwards: all blocks of threads end at about the same time.
+        plan, backwards = self.plan, remainder(turn, 2) == 1
+        place = turn * plan.programs + jnp.where(backwards, plan.programs - 1 - program, program)
+        heads = plan.heads // plan.tile_heads
+        rows = self.inputs.order[jnp.minimum(quotient(place, heads), plan.batch * plan.row_tiles - 1)]
+        return jnp.where(place < plan.tiles, rows * heads + remainder(place, heads), plan.tiles)
+
+    def _place_of(self, number: Any) -> tuple[Any, Any, Any]:
+        """Return the example, head and tile of rows of tile `number`."""
         plan, bundle = self.plan, self.plan.bundle
-        heads, tiles = plan.heads // plan.tile_heads, plan.row_tiles * bundle
+        heads = plan.heads // plan.tile_heads
+        if plan.deals_by_length:
+            rows, head = quotient(number, heads), remainder(number, heads)
+            return quotient(rows, plan.row_tiles), head * plan.tile_heads, remainder(rows, plan.row_tiles)
+        tiles = plan.row_tiles * bundle
         place = remainder(number, tiles)
-        row_tile = plan.row_tiles - 1 - quotient(place, bundle)
         # Counted over all examples.
         head = quotient(number, tiles) * bundle + remainder(place, bundle)
-        batch, head = quotient(head, heads), remainder(head, heads) * plan.tile_heads
+        # The last rows come first, because they take longest under a causal mask.
+        row_tile = plan.row_tiles - 1 - quotient(place, bundle)
+        return quotient(head, heads), remainder(head, heads) * plan.tile_heads, row_tile
+
+    def _tile(self, number: Any) -> QueryTile:
+        plan = self.plan
+        batch, head, row_tile = self._place_of(number)
         row = row_tile * plan.tile_rows
         blocks, origin = self._blocks(batch, head, row, row_tile)
-        if self.inputs.schedule is not None and plan.has_many_descriptors:
+        if plan.programs < plan.tiles and plan.has_many_descriptors:
             # The number has no sign bit, which the compiler cannot know: it keeps the loop over a single masked block.
             # Otherwise it moves 40 descriptors from other registers to uniform ones in each step of the mainloop.
             blocks = blocks._replace(end=blocks.end + lax.shift_right_logical(number, np.int32(31)))
@@ -187,12 +209,10 @@ class ForwardKernel:
             # The maximum gives the numbers the type of values computed here, on any mesh axis that the table varies
             # over.
             return BlockRange(*(jnp.maximum(self.inputs.table[(*at, row_tile, i)], 0) for i in range(4))), origin
-        low = row + (plan.keys - plan.queries)
-        high = jnp.minimum(low + plan.tile_rows, plan.keys) - 1
-        origin = window_origin(plan.rules, low) if plan.slides else origin
+        origin = window_origin(plan.rules, plan.position(row)) if plan.slides else origin
         # The maximum gives the length the type of values computed here, as above.
         keys = jnp.maximum(self.inputs.key_lengths[batch], 0) if plan.key_lengths else plan.keys
-        blocks = window_blocks(plan.rules, keys, self.params.kv_block, low, high, origin)
+        blocks = blocks_of_rows(plan, keys, row, origin)
         blocks = BlockRange(*(jnp.int32(x) if isinstance(x, int) else x for x in blocks))
         return blocks, origin
 

@@ -31,7 +31,8 @@ class ForwardInputs(NamedTuple):
         mask: `[batch or 1, heads or 1, keys / 32, queries]`, padded; one bit per key, set where it is visible.
         sinks: `[heads]`, float32.
         dropout: `[batch, heads, padded to whole tiles]`, the random word of each row.
-        schedule: See `schedule`.
+        schedule: See `schedule.schedule`.
+        order: See `schedule.order_by_length`.
     """
 
     query: Any
@@ -47,6 +48,7 @@ class ForwardInputs(NamedTuple):
     sinks: Any = None
     dropout: Any = None
     schedule: Any = None
+    order: Any = None
 
 
 class ForwardOutputs(NamedTuple):

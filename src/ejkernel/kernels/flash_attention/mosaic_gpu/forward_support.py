@@ -22,15 +22,14 @@ from .forward_faults import (
     sharing_fault,
 )
 from .params import ForwardParams
-from .plan import ROWS, SMALL_CAP, WHOLE_DIMS, ForwardPlan, forward_plan, is_pieced, unavailable
+from .plan import ROWS, SMALL_CAP, WHOLE_DIMS, forward_plan, is_pieced, unavailable
 from .schedule import duration, longest_share
 
 # 80 gained 2 to 4 % at head_dim 256 with a soft cap, which takes two transcendental functions per weight.
 _KV_BLOCKS = (64, 80, 96, 128, 160)
 _NARROW_WINDOW, _SHORT_WINDOW, _SHORTEST_WINDOW = 512, 128, 64  # keys
 _CAPPED_WITH_POLYNOMIALS = 128  # largest head dimension
-_ALIKE_TILES = 10  # of a head
-_MANY_HEADS = 16  # whose tiles of the same rows come together
+_SHORT_LOOPS = 640  # queries: the output has its own buffer, so that the next tile's queries need not wait for it
 _FEW_SHARED_TILES, _FEW_ROUNDS = 3, 6  # tiles for each block of threads
 _WIDTHS_WITH_BIAS = {32: {64: 1.06}, 48: {64: 1.1, 96: 1.1}, 64: {64: 1.13, 96: 1.1}}  # times of a key, 128: 1
 _FEW_QUERIES, _MANY_QUERIES = 512, 1536
@@ -205,25 +204,18 @@ def _preferred(call: AttentionCall, *, aligned: bool) -> ForwardParams:
 
 
 def _preferred_for_segments(call: AttentionCall, *, packs: bool) -> ForwardParams:
-    """Return a persistent launch if the unknown lengths of a block of threads' tiles even out."""
-    # With many heads whose tiles of the same rows come together, each block of threads gets tiles of all rows. Of 19
-    # forwards 15 took 8 to 25 % less; three took 2 to 7 % more, with three or four segments. But with 8 heads and 8
-    # segments of 8,192 rows: 152 us instead of 127, and with two tiles for each block of threads 32 instead of 30.
+    """Return a persistent launch, which deals tiles by length, unless blocks of threads would have few tiles each."""
+    # 16 of 20 forwards with 2 to 40 segments took up to 15 % less than with the better of the former rules, which did
+    # not know the lengths; one took 4 % more: 155 us instead of 149 at D64. With two tiles for each block of threads
+    # 114 instead of 109.
     params = ForwardParams(pack_heads=packs)
-    plan = forward_plan(call, params)
-    many = plan.bundle >= _MANY_HEADS and plan.tiles > _FEW_SHARED_TILES * MULTIPROCESSORS
-    if not _evens_out(plan) and not many:
+    if _has_few_tiles_each(call, params):
         return params
-    few = plan.row_tiles <= _ALIKE_TILES
-    return dataclasses.replace(params, persistent=True, query_buffers=2, share_buffer=True, heads_first=few)
+    return dataclasses.replace(params, persistent=True, query_buffers=2, share_buffer=True)
 
 
-def _evens_out(plan: ForwardPlan) -> bool:
-    """Return whether each block of threads of a persistent launch has tiles of about the same work, with segments."""
-    # With 31 tiles for each block of threads 15 and 26 % faster; with 2 to 16 and the tiles of a head together, from
-    # 17 % faster to 27 % slower. Three of these calls with 8 or 10 tiles for each head, which differ less, were 9 to
-    # 14 % faster.
-    return plan.row_tiles <= _ALIKE_TILES or plan.tiles > 16 * MULTIPROCESSORS
+def _has_few_tiles_each(call: AttentionCall, params: ForwardParams) -> bool:
+    return forward_plan(call, params).tiles <= _FEW_SHARED_TILES * MULTIPROCESSORS
 
 
 def _with_even_shares(call: AttentionCall, params: ForwardParams) -> ForwardParams:
@@ -281,7 +273,8 @@ def _preferred_full(call: AttentionCall, *, narrow: bool, packs: bool) -> Forwar
     if not narrow:
         # 310 queries are five parts of 64 rows, and three tiles of 128: packed heads took 266 us instead of 296.
         packs = packs and call.attention_mask is None and -(-call.query[1] // ROWS) in _FEW_ODD_PARTS
-        return dataclasses.replace(full, pack_heads=packs)
+        # Of few queries: 115.3 us instead of 117.7 for 512 at D128, 66.7 instead of 68.4 for 384.
+        return dataclasses.replace(full, pack_heads=packs, share_buffer=call.query[1] > _SHORT_LOOPS)
     three = dataclasses.replace(full, warpgroups=3, share_buffer=False)
     # With tiles of 192 rows, half of the blocks of threads had two of 192 tiles: 18 us, and 14 us with 256 smaller
     # ones. 512 queries with lengths: 26.6 us instead of 30.1 with three tiles for each head; but 930: 116 instead of
@@ -339,8 +332,8 @@ def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool, left: int | 
     # at 136, where each head has its own keys. Lengths: 39 instead of 34 and 275 instead of 254 at 200 and 184.
     params = ForwardParams(persistent=True, query_buffers=2, share_buffer=True, heads_first=True)
     params = params if wide <= 160 else dataclasses.replace(params, kv_block=64)
-    if call.segments and not _evens_out(forward_plan(call, ForwardParams())):
-        return _preferred_wide_once(call, wide, packs=packs)
+    if call.segments and call.bias is None and call.attention_mask is None:
+        return _preferred_wide_for_segments(call, params, packs=packs)
     if left is not None:
         return _preferred_wide_window(left, params, packs=packs)
     # One example with a length at head_dim 152: 194 us instead of 209.
@@ -368,6 +361,16 @@ def _preferred_wide(call: AttentionCall, wide: int, *, packs: bool, left: int | 
     gains = wide in (176, 208) or (aligned and wide in (168, 184, 200))
     many = gains and full and call.query[1] > _FEW_QUERIES_OF_WIDE_HEADS
     return dataclasses.replace(params, kv_block=96) if many else params
+
+
+def _preferred_wide_for_segments(call: AttentionCall, params: ForwardParams, *, packs: bool) -> ForwardParams:
+    """Return a launch that deals tiles by length where that gains."""
+    # 154 us instead of 170 at D144, 133 instead of 144 at D136, 200 instead of 210 at D160, 125 instead of 139 at D192.
+    # But 225 instead of 213 at D208, 144 instead of 135 at D224, and 224 instead of 212 at D256.
+    wide = max(call.query[3], call.value[3])
+    if wide > 192 or _has_few_tiles_each(call, params):
+        return _preferred_wide_once(call, wide, packs=packs)
+    return params if wide <= 160 else dataclasses.replace(params, kv_block=96, query_buffers=1)
 
 
 def _preferred_wide_window(left: int, params: ForwardParams, *, packs: bool) -> ForwardParams:
@@ -437,10 +440,15 @@ def _preferred_causal(call: AttentionCall, *, narrow: bool) -> ForwardParams:
         # Up to 512 queries: 96 us instead of 99 at D128, 71 instead of 74 at D112; but 83 instead of 83 at D96, and
         # with shared keys 171 instead of 169.
         few = call.query[1] <= _FEW_QUERIES and call.query[3] > 96 and call.query[2] == call.key[2]
+        params = dataclasses.replace(params, share_buffer=call.query[1] > _SHORT_LOOPS)
         return dataclasses.replace(params, kv_block=64, stages=3) if few else params
     large = dataclasses.replace(params, warpgroups=3)
     sizes = (params, dataclasses.replace(large, kv_block=64, stages=3), large)
-    return min(sizes, key=lambda params: duration(forward_plan(call, params)))
+    params = min(sizes, key=lambda params: duration(forward_plan(call, params)))
+    # Of seven calls with 33 to 64 columns 2 to 10 % faster, e.g. 48.2 us instead of 52.5 for 256 queries at D64. But 60
+    # instead of 58 at D32, and with tiles of 192 rows as fast.
+    short = call.query[1] <= _SHORT_LOOPS and call.query[3] > 32 and params.warpgroups < 3
+    return dataclasses.replace(params, share_buffer=not short)
 
 
 def _fallbacks(params: ForwardParams) -> Iterator[ForwardParams]:

@@ -27,7 +27,7 @@ from ejkernel.kernels.flash_attention.common import (
 from .backward_plan import BackwardProblem, backward_problem, bias_in_tiles
 from .params import BackwardParams, ForwardParams
 from .plan import ForwardPlan, forward_plan
-from .schedule import schedule
+from .schedule import order_by_length, schedule
 from .visibility import (
     Blocks,
     block_table,
@@ -76,7 +76,10 @@ def forward(operands: Operands, rules: Rules, params: ForwardParams, *, interpre
     if params.align_keys:
         key, value = _pad_axis(key, 3, 16), _pad_axis(value, 3, 16)
     extras = _extras(operands if late is None else operands._replace(sinks=None), plan)
-    inputs = ForwardInputs(query, key, value, schedule=schedule(plan), **extras)
+    dealt: dict[str, Any] = {"schedule": None if plan.deals_by_length else schedule(plan)}
+    if plan.deals_by_length:
+        dealt["order"] = order_by_length(plan, extras.get("table"), extras.get("key_lengths"))
+    inputs = ForwardInputs(query, key, value, **dealt, **extras)
     (out, lse), _ = unify_varying((launch(plan, inputs, types, interpret), operands))
     out, lse = _with_row_terms(out[..., : operands.value.shape[3]], lse[..., : plan.queries], *row_terms)
     return (out, lse) if late is None else with_sinks(out, lse, late)

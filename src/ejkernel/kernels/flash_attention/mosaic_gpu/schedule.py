@@ -8,16 +8,19 @@ up to 1.7 times the mean work.
 from __future__ import annotations
 
 import heapq
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .plan import ForwardPlan
+from .visibility import BlockRange, window_blocks
 
 # Microseconds on one H100, by consumer warpgroups and keys in a block: a block of keys, and the ends of a tile. From 22
 # causal forwards at head_dim 64 with 1,024 to 8,192 queries, within 3 %.
 _TIMES = {(2, 128): (1.21, 1.0), (3, 64): (0.84, 1.4), (3, 128): (1.49, 3.1)}
 _LAST_ROUNDS = 2  # of tiles, which are dealt by length
-_FEW_BLOCKS = 8  # of keys, in a tile of a segment
 _ALIKE = (1.0, 1.0)  # others: prologue and epilogue take about as long as one block of keys
 
 
@@ -36,6 +39,43 @@ def schedule(plan: ForwardPlan) -> np.ndarray | None:
     for row, tiles in zip(table, taken, strict=True):
         row[: len(tiles)] = sorted(tiles)
     return table
+
+
+def blocks_of_rows(plan: ForwardPlan, keys: Any, row: Any, origin: Any = 0) -> BlockRange:
+    """Return the blocks of keys that the tile from `row` visits, of a forward without a table.
+
+    Args:
+        plan: The plan.
+        keys: The number of keys that count; with lengths an array.
+        row: The first row of the tile, int32.
+        origin: The first key of block 0.
+    """
+    low = plan.position(row)
+    high = jnp.minimum(low + plan.tile_rows, plan.keys) - 1
+    return window_blocks(plan.rules, keys, plan.params.kv_block, low, high, origin)
+
+
+def order_by_length(plan: ForwardPlan, table: jax.Array | None, key_lengths: jax.Array | None) -> jax.Array:
+    """Return the tiles of rows of all examples, the longest first: `example * row_tiles + row_tile`, in int32.
+
+    Args:
+        plan: A plan that deals by length.
+        table: A `block_table`; `None` without one.
+        key_lengths: `[batch]`; without a table.
+    """
+    if table is not None:
+        lengths = (table[..., 3] - table[..., 0]).sum(axis=1)
+    else:
+        assert key_lengths is not None  # without either, lengths are constants
+        rows = np.arange(plan.row_tiles, dtype=np.int32)[None] * plan.tile_rows
+        blocks = blocks_of_rows(plan, key_lengths[:, None], rows)
+        lengths = blocks.end - blocks.first
+    lengths = jnp.broadcast_to(lengths, (plan.batch, plan.row_tiles)).ravel()
+    # Two small kernels of XLA; a sort took 2 us more.
+    number = np.arange(len(lengths), dtype=np.int32)
+    key = lengths * len(lengths) - number
+    rank = (key[None] > key[:, None]).sum(axis=1, dtype=jnp.int32)
+    return jnp.where(rank[None] == number[:, None], number[None], 0).sum(axis=1, dtype=jnp.int32)
 
 
 def longest_share(plan: ForwardPlan) -> float:
@@ -60,8 +100,7 @@ def _dealt(plan: ForwardPlan) -> tuple[list[list[int]], list[float]]:
 def tile_work(plan: ForwardPlan) -> np.ndarray:
     """Return the estimated time of each tile, `[plan.tiles]`, from its number of key blocks inside the window.
 
-    Key lengths are ignored. Of segments, whose lengths are unknown, a tile is taken to see a quarter of the keys, or
-    `_FEW_BLOCKS` blocks. The unit is arbitrary, the same for all sizes in `_TIMES`.
+    What arrays hide is ignored. The unit is arbitrary, the same for all sizes in `_TIMES`.
     """
     rules, numbers = plan.rules, np.arange(plan.tiles)
     row_tile = plan.row_tiles - 1 - numbers % (plan.row_tiles * plan.bundle) // plan.bundle
@@ -74,8 +113,6 @@ def tile_work(plan: ForwardPlan) -> np.ndarray:
     first = first if plan.slides else first // block * block
     each, ends = _TIMES.get((plan.params.warpgroups, block), _ALIKE)
     blocks: np.ndarray = np.maximum(-(-(last - first) // block), 1)
-    if plan.segments:
-        blocks = np.minimum(blocks, max(-(-plan.keys // (4 * block)), _FEW_BLOCKS))
     return blocks * each + ends
 
 

@@ -306,17 +306,22 @@ def _ranges(some: Array, every: Array, *, masked_after: bool) -> BlockRange:
     Without such a run all tiles count as before it, or with `masked_after` as after it: a causal mask needs that loop
     in any case.
     """
+    # One pass over the blocks: XLA makes one kernel of all four minima.
     module, count = _module(some, every), some.shape[-1]
-    every = every & some
-    visible = some.any(axis=-1)
-    first = module.where(visible, some.argmax(axis=-1), 0)
-    last = module.where(visible, count - some[..., ::-1].argmax(axis=-1), 0)
-    begin = module.where(every.any(axis=-1), every.argmax(axis=-1), first if masked_after else last)
     # The user may have disabled JAX's rank promotion.
-    number = np.arange(count).reshape((1,) * (some.ndim - 1) + (count,))
-    broken = ~every & (number >= begin[..., None])
-    end = module.where(broken.any(axis=-1), broken.argmax(axis=-1), count)
-    return BlockRange(first, begin, module.clip(end, begin, module.maximum(last, begin)), last)
+    number = np.arange(count, dtype=np.int32).reshape((1,) * (some.ndim - 1) + (count,))
+
+    def least(condition: Array, numbers: np.ndarray) -> Array:
+        found: Array = module.where(condition, numbers, count).min(axis=-1)
+        return found
+
+    every = every & some
+    following = module.pad(every[..., 1:], [(0, 0)] * (some.ndim - 1) + [(0, 1)])
+    first, last = least(some, number), count - least(some, number[..., ::-1])
+    first = module.where(last > 0, first, 0)
+    begin, end = least(every, number), least(every & ~following, number + 1)
+    found, without = begin < count, first if masked_after else last
+    return BlockRange(first, module.where(found, begin, without), module.where(found, end, without), last)
 
 
 def _stacked(ranges: BlockRange) -> Array:
