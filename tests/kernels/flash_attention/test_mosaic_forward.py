@@ -346,9 +346,12 @@ def test_what_the_heuristic_says_is_lowered(name):
     assert "flash_attention_forward" in lower(case, heuristic(described(case)))
 
 
+@pytest.mark.parametrize("programs", [3, 132])
 @pytest.mark.usefixtures("mosaic")
-def test_it_is_lowered_within_shard_map_and_vmap():
+def test_it_is_lowered_within_shard_map_and_vmap(programs, monkeypatch):
     from ejkernel.kernels.flash_attention.mosaic_gpu.launch import forward
+
+    monkeypatch.setattr(plan, "MULTIPROCESSORS", programs)
 
     @functools.partial(jax.vmap, in_axes=(0, None, None, None))
     def attend(query, key, value, ids):
@@ -365,7 +368,8 @@ def test_it_is_lowered_within_shard_map_and_vmap():
 
 
 @pytest.mark.usefixtures("mosaic")
-def test_it_is_lowered_with_64_bits_and_under_strict_settings():
+def test_it_is_lowered_with_64_bits_and_under_strict_settings(monkeypatch):
+    monkeypatch.setattr(plan, "MULTIPROCESSORS", 3)
     rules = Rules(scale=0.1, left=100, right=3, soft_cap=5.0)
     shape = {"queries": 256, "keys": 256, "head_dim": 64, "value_dim": 64, "rules": rules}
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):

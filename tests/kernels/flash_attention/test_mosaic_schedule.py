@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -124,9 +125,10 @@ def test_tiles_of_unknown_lengths_are_dealt_longest_first():
 
 
 def test_key_lengths_count_under_a_causal_mask():
-    lengths = np.array([100, 1024, 500])
+    lengths = np.array([100, 1024, 500], np.int32)
     launched = plan.forward_plan(called((3, 1024, 64, 128), key_lengths=True), PERSISTENT)
-    order = np.asarray(order_by_length(launched, None, jnp.asarray(lengths)))
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        order = np.asarray(order_by_length(launched, None, jnp.asarray(lengths)))
     seen = np.minimum(np.arange(128, 1025, 128)[None], lengths[:, None])
     assert launched.deals_by_length
     assert list(order) == list(np.argsort(-np.ceil(seen / 128).ravel(), stable=True))

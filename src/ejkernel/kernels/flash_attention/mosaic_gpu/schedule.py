@@ -64,7 +64,7 @@ def order_by_length(plan: ForwardPlan, table: jax.Array | None, key_lengths: jax
         key_lengths: `[batch]`; without a table.
     """
     if table is not None:
-        lengths = (table[..., 3] - table[..., 0]).sum(axis=1)
+        lengths = (table[..., 3] - table[..., 0]).sum(axis=1, dtype=jnp.int32)
     else:
         assert key_lengths is not None  # without either, lengths are constants
         rows = np.arange(plan.row_tiles, dtype=np.int32)[None] * plan.tile_rows
