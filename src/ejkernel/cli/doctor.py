@@ -17,7 +17,7 @@ import jax
 
 from ejkernel import settings
 from ejkernel.cli import report
-from ejkernel.cli.explain import implementations_on
+from ejkernel.cli.explain import implementations_on, rows_as_data
 from ejkernel.cli.folder import items
 from ejkernel.ops.config._files import driver_of
 from ejkernel.ops.config.persistent import PersistentCache, fault_of
@@ -43,10 +43,7 @@ def run_doctor(environment: Mapping[str, str], *, as_json: bool) -> int:
         "devices": _devices(),
         "settings": _settings(environment),
         "caches": _caches(),
-        "implementations": [
-            {"operation": name, "implementation": implementation, "runs_here": not reason, "reason": reason or None}
-            for name, implementation, reason in implementations_on(device_fingerprint())
-        ],
+        "implementations": rows_as_data(implementations_on(device_fingerprint())),
     }
     problems = [row["problem"] for part in ("settings", "caches") for row in found[part] if row["problem"]]
     if as_json:

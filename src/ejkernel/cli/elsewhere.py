@@ -16,15 +16,14 @@ from ejkernel.cli import report
 from ejkernel.cli.files import Found
 from ejkernel.cli.progress import bars
 from ejkernel.cli.sources import Source, find_on
-from ejkernel.cli.tune import TuneOptions, messages
+from ejkernel.cli.tune import TuneOptions, messages, writable
 from ejkernel.ops.autotuner.compile.prepared import PreparedCalls, bundle_as_text, estimates_as_text
 from ejkernel.ops.autotuner.compile.simulation import check_simulated
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config.estimates import PRUNED_FROM
-from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.errors import ConfigError, TuningError
+from ejkernel.ops.errors import TuningError
 from ejkernel.ops.execution.targeted import Preparation
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.fingerprint import name_of_device
@@ -75,12 +74,7 @@ def run_estimate(options: TuneOptions, device: str) -> int:
     if options.dry_run:
         _list(options, _found(source, aim, console), preparation)
         return 0
-    store = PersistentCache(options.cache)
-    reason = store.why_not_writable()
-    if reason is not None or store.path is None:
-        raise ConfigError(
-            f"{store.path} cannot be written: {reason}; choose a folder with --cache or EJKERNEL_CACHE_DIR."
-        )
+    store = writable(options.cache)
     found = _found(source, aim, console)
     started = time.monotonic()
     processes: dict[str, Any] = {"processes": options.compile_processes} if options.compile_processes else {}

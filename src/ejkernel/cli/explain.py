@@ -173,15 +173,11 @@ def run_list(imports: Sequence[str], prefix: str = "", *, as_json: bool, device:
     shown = {name for name, *_ in rows}
     published = [each for each in _published_on(aim) if each[0] in shown]
     if as_json:
-        found = [
-            {"operation": name, "implementation": implementation, "runs_here": not reason, "reason": reason or None}
-            for name, implementation, reason in rows
-        ]
         listed = [
             {"operation": op, "implementation": name, "source": source, "configurations": count}
             for op, name, source, count in published
         ]
-        report.echo_json({"device": aim, "implementations": found, "published": listed})
+        report.echo_json({"device": aim, "implementations": rows_as_data(rows), "published": listed})
         return
     click.echo(f"On {name_of_device(aim)}:", err=True)
     cells = [(name, one, "no" if reason else "yes", _in_brief(one, reason, aim)) for name, one, reason in rows]
@@ -209,6 +205,14 @@ def implementations_on(device: str) -> list[tuple[str, str, str]]:
     """Return `(operation, implementation, why not on this device)` for the operations of this package."""
     import_operations()
     return [row for _, kernel in _kernels(ours=True) for row in _rows_of(kernel.op_id, kernel, device)]
+
+
+def rows_as_data(rows: Iterable[tuple[str, str, str]]) -> list[dict[str, Any]]:
+    """Return rows of `implementations_on` as data for JSON."""
+    return [
+        {"operation": name, "implementation": implementation, "runs_here": not reason, "reason": reason or None}
+        for name, implementation, reason in rows
+    ]
 
 
 def _published_on(device: str) -> list[tuple[str, str, str, int]]:

@@ -101,16 +101,26 @@ def run_tune(options: TuneOptions) -> int:
 
 
 def _run(options: TuneOptions) -> int:
-    store = PersistentCache(options.cache)
     # Check first: a search of hours must not end without saving.
-    reason = None if options.dry_run else store.why_not_writable()
+    store = PersistentCache(options.cache) if options.dry_run else writable(options.cache)
+    source = _source(options, store)
+    with _executor_of(options) as executor:  # after `_source`, because Ray copies the module path to local workers
+        return _find_and_tune(options, source, store, executor)
+
+
+def writable(folder: Path | None) -> PersistentCache:
+    """Return the cache in a folder.
+
+    Raises:
+        ConfigError: The folder cannot be written.
+    """
+    store = PersistentCache(folder)
+    reason = store.why_not_writable()
     if reason is not None:
         raise ConfigError(
             f"{store.path} cannot be written: {reason}; choose a folder with --cache or EJKERNEL_CACHE_DIR."
         )
-    source = _source(options, store)
-    with _executor_of(options) as executor:  # after `_source`, because Ray copies the module path to local workers
-        return _find_and_tune(options, source, store, executor)
+    return store
 
 
 def _executor_of(options: TuneOptions) -> contextlib.AbstractContextManager[RayExecutor | None]:
@@ -124,18 +134,18 @@ def _executor_of(options: TuneOptions) -> contextlib.AbstractContextManager[RayE
 
 
 def _find_and_tune(options: TuneOptions, source: Source, store: PersistentCache, executor: RayExecutor | None) -> int:
-    console, status = messages(), 0
+    status = 0
     with contextlib.redirect_stdout(sys.stderr):  # keep the program's prints out of the result
         found = _find(options, source, executor)
-    console.print(report.found(found.name, found.calls, found.device, found.times))
+    messages().print(report.found(found.name, found.calls, found.device, found.times))
     store.refresh_if_due()  # use configurations tuned by others
     if options.dry_run:
         policy = AutotunePolicy(stale=StalePolicy(**settings.current().stale))
         _list(options, found, ConfigSelectorChain(ConfigCache(), store, policy=policy))
     else:
         _check_devices(options, found.device)
-        _print_counts(found, console)
-        status = _tune_found(options, source, found, store, console, executor)
+        _print_counts(found)
+        status = _tune_found(options, source, found, store, executor)
     if found.empty and not found.calls:
         raise TuningError(found.empty)
     return status
@@ -150,8 +160,8 @@ def _list(options: TuneOptions, found: Found, chain: ConfigSelectorChain[Any, An
         report.echo_json(report.calls_as_data(found.calls, tuned, progress, found.times))
     else:
         click.echo(report.calls_as_text(found.calls, tuned, found.times))
-    _print(messages(), saved.doubts(found.calls))
-    _print_counts(found, messages())
+    _print(saved.doubts(found.calls))
+    _print_counts(found)
 
 
 def _check_devices(options: TuneOptions, device: str) -> None:
@@ -163,23 +173,17 @@ def _check_devices(options: TuneOptions, device: str) -> None:
 
 
 def _tune_found(
-    options: TuneOptions,
-    source: Source,
-    found: Found,
-    store: PersistentCache,
-    console: Console,
-    executor: RayExecutor | None,
+    options: TuneOptions, source: Source, found: Found, store: PersistentCache, executor: RayExecutor | None
 ) -> int:
     policy = _policy(options, found, executor)
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(ConfigCache(), store, policy=policy)
     saved = SavedCalls(chain)
-    todo = _calls_to_tune(options, saved, found, console)
-    if chain.store is not None:
-        chain.store.program = source.program.target if source.program is not None else ""
-        chain.store.times = found.times
+    todo = _calls_to_tune(options, saved, found)
+    chain.store.program = source.program.target if source.program is not None else ""
+    chain.store.times = found.times
     check = _step_check(options, source, found, saved)
     started = time.monotonic()
-    result, not_started = _tune(options, chain, todo, found, console, check=check)
+    result, not_started = _tune(options, chain, todo, found, check=check)
     seconds = time.monotonic() - started
     checked = None if check is None else _checked(options, check, result, found, seconds)
     result = settled(result, checked)
@@ -199,10 +203,10 @@ def _tune_found(
             how_to_import=store.how_to_import,
         )
         failed = outcome.failed
-        _print(console, outcome.lines())
-    _print(console, saved.doubts(tried, result.searches, options.budget))
+        _print(outcome.lines())
+    _print(saved.doubts(tried, result.searches, options.budget))
     if check is None:
-        _print(console, not_compared(result, source.program, options.cache, elsewhere=options.is_elsewhere))
+        _print(not_compared(result, source.program, options.cache, elsewhere=options.is_elsewhere))
     elif tried or checked is not None:
         _print_step(options, checked)
     found.settle(saved.is_tuned)
@@ -268,7 +272,7 @@ def _checked(
         if result.searches:
             click.echo(report.searches(result, verbose=options.verbose, times=found.times), err=True)
         text = "stopped: the step is not compared. The new configurations stay saved; the next run compares it."
-        messages().print(text, highlight=False)
+        _print([text])
         raise
 
 
@@ -283,9 +287,7 @@ def _policy(options: TuneOptions, found: Found, executor: RayExecutor | None) ->
     )
 
 
-def _calls_to_tune(
-    options: TuneOptions, saved: SavedCalls, found: Found, console: Console
-) -> list[Sequence[SharedCall]]:
+def _calls_to_tune(options: TuneOptions, saved: SavedCalls, found: Found) -> list[Sequence[SharedCall]]:
     """Return the sets of calls that need a search, and print how many need none."""
     todo: list[Sequence[SharedCall]] = []
     done: list[Sequence[SharedCall]] = []
@@ -298,8 +300,8 @@ def _calls_to_tune(
         todo = most_first(todo, found.times)
     if done:
         known = calls_in(done)
-        console.print(f"{counted(len(known), 'call')} already tuned; --force tunes again.")
-        _print(console, saved.doubts(known))
+        messages().print(f"{counted(len(known), 'call')} already tuned; --force tunes again.")
+        _print(saved.doubts(known))
     return todo
 
 
@@ -327,12 +329,12 @@ def _processes(options: TuneOptions, device: str) -> int:
     return -(-usual_processes(Target.of(device)) // options.devices)
 
 
-def _print_counts(found: Found, console: Console) -> None:
-    if found.counts:
-        console.print(found.counts, highlight=False)
+def _print_counts(found: Found) -> None:
+    _print([found.counts] if found.counts else [])
 
 
-def _print(console: Console, lines: Iterable[str]) -> None:
+def _print(lines: Iterable[str]) -> None:
+    console = messages()
     for line in lines:
         console.print(line, highlight=False)
 
@@ -349,12 +351,12 @@ def _tune(
     chain: ConfigSelectorChain[Any, Any],
     todo: Sequence[Sequence[SharedCall]],
     found: Found,
-    console: Console,
     *,
     check: StepCheck | None,
 ) -> tuple[AutotuningResult, list[Sequence[SharedCall]]]:
     """Return the results, and the sets of calls without a search."""
     # Finished searches, printed if Ctrl-C ends the others.
+    console = messages()
     done: dict[ConfigKey, AutotuneData] = {}
     told: list[str] = []  # advice already given
     for_step = _seconds_for_step(options, check)

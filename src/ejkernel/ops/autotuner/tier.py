@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import statistics
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ejkernel.ops.autotuner.bench.residuals import partners_in_force
+from ejkernel.ops.autotuner.measure.sampling import geometric_mean
 from ejkernel.ops.autotuner.search.model import Record
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.store.saving import Saver
@@ -160,16 +159,12 @@ def estimates_of(persistent: PersistentCache | None, calls: Sequence[SharedCall]
     means = [
         EstimatedTime(
             several[0].config,
-            _mean([each.seconds for each in several], weights),
-            _mean([each.least for each in several], weights),
+            geometric_mean(zip((each.seconds for each in several), weights, strict=True)),
+            geometric_mean(zip((each.least for each in several), weights, strict=True)),
         )
         for several in common
     ]
     return sorted(means, key=lambda each: each.seconds)
-
-
-def _mean(seconds: Sequence[float], weights: Sequence[float]) -> float:
-    return math.exp(statistics.fmean([math.log(max(each, 1e-12)) for each in seconds], weights))
 
 
 def pruned_by(

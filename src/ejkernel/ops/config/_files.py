@@ -71,7 +71,7 @@ class Place(NamedTuple):
     """An item of a folder."""
 
     name: str
-    where: Traversable | str
+    where: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,32 +219,25 @@ def check_inside(root: str | Path, file: str | Path) -> None:
 
 def files(folder: Path, suffix: str) -> Iterator[Path]:
     """Yield the files with `suffix` in a cache's folder, sorted."""
-    return (Path(str(place.where)) for place in places(folder, suffix))
+    return (Path(place.where) for place in places(folder, suffix))
 
 
-def places(folder: Traversable, suffix: str, is_wanted: Callable[[str], bool] | None = None) -> Iterator[Place]:
+def places(folder: Path, suffix: str, is_wanted: Callable[[str], bool] | None = None) -> Iterator[Place]:
     """Yield the same files as `files`, faster; `is_wanted` receives the names of operations' folders and filters them.
 
     Folders that are links are skipped.
     """
     for device in listed(folder):
-        for op in () if _is_link(device) else listed(device.where):
-            if (is_wanted is None or is_wanted(op.name)) and not _is_link(op):
+        for op in () if os.path.islink(device.where) else listed(device.where):
+            if (is_wanted is None or is_wanted(op.name)) and not os.path.islink(op.where):
                 yield from (f for f in listed(op.where) if f.name.endswith(suffix) and not f.name.startswith("."))
 
 
-def _is_link(place: Place) -> bool:
-    return isinstance(place.where, (str, Path)) and os.path.islink(place.where)
-
-
-def listed(folder: Traversable | str) -> list[Place]:
+def listed(folder: Path | str) -> list[Place]:
     """Return the items of a folder, sorted: none if it does not exist; none and a warning if it cannot be read."""
     try:
-        if isinstance(folder, (str, Path)):  # strings: for 100,000 entries, creating Path objects dominates the time
-            begin = f"{folder}{os.sep}"
-            return [Place(name, begin + name) for name in sorted(os.listdir(folder))]
-        found = folder.iterdir() if folder.is_dir() else ()
-        return sorted((Place(item.name, item) for item in found), key=lambda place: place.name)
+        begin = f"{folder}{os.sep}"  # strings: for 100,000 entries, creating Path objects dominates the time
+        return [Place(name, begin + name) for name in sorted(os.listdir(folder))]
     except (FileNotFoundError, NotADirectoryError):  # removed since, or a file
         return []
     except OSError as error:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from importlib import resources
@@ -154,15 +155,6 @@ def entry_of(data: dict[str, Any], path: Path | None = None) -> StoredEntry:
     return StoredEntry(**fields | {"key": ConfigKey(**data["key"]), "path": path})
 
 
-def read_entry(file: Path) -> StoredEntry | None:
-    """Return the entry of a file found in a cache folder, or `None` if the file is gone.
-
-    Raises:
-        UnusableError: The entry is not usable.
-    """
-    return found_entry(file.name, file)
-
-
 def check_key(entry: StoredEntry, key: ConfigKey) -> None:
     """Check that an entry belongs to a key.
 
@@ -174,14 +166,14 @@ def check_key(entry: StoredEntry, key: ConfigKey) -> None:
         raise UnusableError(f"it holds another key: {describe(entry.key)}")
 
 
-def found_entry(name: str, place: Traversable | str) -> StoredEntry | None:
-    """Return the entry of a file of that name; `None` if the file is gone.
+def read_entry(file: Traversable | str) -> StoredEntry | None:
+    """Return the entry of a file found in a cache folder, or `None` if the file is gone.
 
     Raises:
         UnusableError: The entry is not usable, or its key belongs to another file name.
     """
-    entry = read_at(place)
-    if entry is not None and location(entry.key)[-1] != name:
+    entry = read_at(file)
+    if entry is not None and location(entry.key)[-1] != os.path.basename(str(file)):
         raise UnusableError(f"it holds another key: {describe(entry.key)}")
     return entry
 

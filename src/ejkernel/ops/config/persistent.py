@@ -39,10 +39,10 @@ from ejkernel.ops.config.entries import (
     StoredEntry,
     check_key,
     decoded,
-    found_entry,
     new_entry,
     parsed,
     read_at,
+    read_entry,
     text_of,
 )
 from ejkernel.ops.config.misses import notes
@@ -439,11 +439,11 @@ def _expand(path: str | Path | None) -> Path | None:
 
 def _all_in(folder: Path, operation: str | None) -> Iterator[StoredEntry]:
     begin = "" if operation is None else slug(f"{operation}@v")
-    for name, place in places(folder, ENTRY, lambda op: op.startswith(begin)):
+    for _, place in places(folder, ENTRY, lambda op: op.startswith(begin)):
         try:
-            found = found_entry(name, place)
+            found = read_entry(place)
         except UnusableError as error:
-            warn_of(str(place), error, _REMEDY)
+            warn_of(place, error, _REMEDY)
         else:
             yield from () if found is None else (found,)
 

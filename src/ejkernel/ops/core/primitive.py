@@ -26,7 +26,7 @@ from ejkernel.ops.core.hooks import (
 )
 from ejkernel.ops.core.invocation import Invocation, config_for_types
 from ejkernel.ops.core.sharding.lowering import Extent, SplitCall, explicit_split, lower_split
-from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differentiate, innermost
+from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, all_tangents, differentiate, innermost
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.errors import ArgumentError, EjkernelError, GradientError, KernelError
@@ -423,15 +423,12 @@ def _differentiate_inline(
     primals: Sequence[jax.Array], tangents: Sequence[jax.Array], wrt: tuple[bool, ...], call: Call
 ) -> tuple[Any, Any]:
     """Differentiate the call inline, without the primitive: a second forward would repeat its effects."""
-    given = iter(tangents)
-    all_tangents = [
-        next(given) if has else compat.tracing.zeros_of_tangent(p) for p, has in zip(primals, wrt, strict=True)
-    ]
     # The platform is known inside a kernel being lowered; elsewhere, assume the default platform.
     platform = compat.programs.lowered_platform() or default_device().platform
     with call.settings.entered():
         compute = functools.partial(_compute, call, platform)
-        out, found = jax.jvp(lambda *arrays: tuple(compute(*arrays)), tuple(primals), tuple(all_tangents))
+        given = all_tangents(primals, tangents, wrt)
+        out, found = jax.jvp(lambda *arrays: tuple(compute(*arrays)), tuple(primals), given)
     pairs = zip(out, found, strict=True)
     return list(out), [compat.tracing.zero_for(v) if compat.tracing.is_zero_tangent(t) else t for v, t in pairs]
 

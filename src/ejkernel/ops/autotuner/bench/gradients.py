@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,14 +16,11 @@ from ejkernel.ops.autotuner.bench.oracle import Oracle, result_names
 from ejkernel.ops.autotuner.measure.measurement import check_room, peak_bytes
 from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.core.callspec import CallSpec, array_names
-from ejkernel.ops.core.hooks import form_of
-from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, overrides
+from ejkernel.ops.core.kernel import has_gradient_rule, overrides
 from ejkernel.ops.core.transformations.autodiff import Vjp, innermost
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
-from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, GradientError
 from ejkernel.ops.utils.random_arrays import random_array
-from ejkernel.ops.utils.values.identity import Held, Strong
 from ejkernel.ops.utils.values.signature import HasType, is_inexact
 
 logger = logging.getLogger(__name__)
@@ -36,29 +33,6 @@ def differentiable(spec: CallSpec, arrays: Sequence[jax.Array]) -> tuple[bool, .
     own = sum(sum(flags) for _, flags in spec.flags_by_argument())
     count = own if has_gradient_rule(spec.kernel) else len(arrays)
     return tuple(is_inexact(array) and index < count for index, array in enumerate(arrays))
-
-
-class _RunAsReference:
-    """A stand-in for a kernel; its `reference` is the kernel's `run` under one configuration."""
-
-    _not_for_reference = ()
-
-    def __init__(self, kernel: Kernel[Cfg, Out], choice: Choice) -> None:
-        self.op_id = kernel.op_id
-        self._kernel, self._choice = kernel, choice
-
-    def reference(self, *args: object, **kwargs: object) -> Any:
-        """Return the result of `run`."""
-        config = self._choice.config
-        run = getattr(self._kernel, form_of(self._kernel, "run", self._choice.platform, config))
-        return run(*args, cfg=config, **kwargs)
-
-
-def without_rule(node: Node, choice: Choice) -> Node:
-    """Return a node that differentiates `run` under `choice` instead of using the kernel's rule; for references."""
-    spec, stand_in = node.spec, _RunAsReference(node.spec.kernel, choice)
-    token, held = (stand_in, spec.token), (Strong(stand_in), *spec.held[1:])
-    return node.with_spec(dataclasses.replace(spec, token=token, held=cast("tuple[Held, ...]", held)))
 
 
 def gradient_of(oracle: Oracle, results: Sequence[HasType]) -> tuple[Node, list[Any], list[str]] | None:
@@ -113,8 +87,7 @@ def rule_fault(oracle: Oracle) -> str:
         if has_reference:
             expected = oracle.reference_results(node, inputs)
         else:
-            of_run = dataclasses.replace(choice, reference=True)
-            expected = run_once(without_rule(node, choice), of_run, inputs, inv.platform)
+            expected = run_once(node, dataclasses.replace(choice, without_rule=True), inputs, inv.platform)
     except Exception as error:  # noqa: BLE001 - without JAX's derivative, nothing can be compared
         logger.info("%s: gradients are not checked, JAX finds none: %s", inv.op_id, error)
         return ""

@@ -19,7 +19,7 @@ import jax
 from ejkernel.ops.autotuner.bench.gradients import differentiable, run_once
 from ejkernel.ops.autotuner.bench.oracle import Oracle, Workload
 from ejkernel.ops.autotuner.measure.correctness import check_results
-from ejkernel.ops.autotuner.trials.candidates import Candidate, config_id, heuristic_of
+from ejkernel.ops.autotuner.trials.candidates import Candidate, config_id, distinct, heuristic_of
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.examples import forward_with_residuals
 from ejkernel.ops.core.hooks import has_residual_form, overrides
@@ -190,7 +190,7 @@ def check_backward(oracle: Oracle, candidate: Candidate) -> None:
         lead, forward = one.inv.node.lead, one.inv.forward
         if forward is None or not takes_residuals(one.inv.node):
             continue
-        for config in _others(one.partners, one.forward_choice.config):
+        for config in distinct(one.partners, but=[one.forward_choice.config]):
             oracle.begin("confirming", candidate.config)
             arrays = workload.arrays
             count = one.inv.node.spec.num_arrays
@@ -256,11 +256,7 @@ def _backward_configs(oracle: Oracle) -> Iterator[Any]:
     heuristic = [] if call is None else heuristic_of(call, oracle.inv.node.spec.kernel)
     first = heuristic[0] if heuristic else oracle.baseline
     yield first
-    yield from _others(oracle.partners, first)
-
-
-def _others(configs: Sequence[Any], but: object) -> list[Any]:
-    return list({config_id(c): c for c in configs if config_id(c) != config_id(but)}.values())
+    yield from distinct(oracle.partners, but=[first])
 
 
 def _usual(oracle: Oracle, primals: Sequence[Any]) -> Any:

@@ -26,7 +26,7 @@ from ejkernel.ops.autotuner.compile.targets import Target, compile_for
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, CompileThreads, Done
 from ejkernel.ops.autotuner.process.threads import in_callers_context
 from ejkernel.ops.autotuner.process.worker import worker_session
-from ejkernel.ops.autotuner.trials.candidates import LISTED, CodeFile, Program, config_id, heuristic_of
+from ejkernel.ops.autotuner.trials.candidates import LISTED, CodeFile, Program, distinct, heuristic_of
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config._files import UnusableError, read_file, version
@@ -253,7 +253,7 @@ def _candidates(inv: Invocation[Cfg, Out], candidates: Candidates | None, max_ca
         others = list(space)
     for config in others:
         check_config(kernel, config, "each candidate")
-    return list({config_id(config): config for config in (*heuristic_of(inv, kernel), *others)}.values())
+    return distinct((*heuristic_of(inv, kernel), *others))
 
 
 def _written(inv: Invocation[Cfg, Out], configs: Sequence[object], ended: Sequence[Done[Program]]) -> _Call:

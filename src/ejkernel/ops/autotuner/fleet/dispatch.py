@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ejkernel.ops.autotuner.fleet.lines import FolderLine, Line
 from ejkernel.ops.autotuner.fleet.place import Assignment, Location, RefusedError, carry_out, tune_at_place, versions
@@ -33,6 +33,7 @@ _LOOK = 0.2  # seconds between polls of a line
 _BACK_OFF = 1.0  # seconds before a refused task is sent again; grows with each refusal
 _MOST_REFUSALS = 5
 
+C = TypeVar("C", bound=SharedCall)
 Submit = Callable[[bytes], "concurrent.futures.Future[tuple[bytes, ...]]"]
 
 
@@ -220,21 +221,14 @@ def _scope() -> Scope:
 
 def _sendable(task: TuningTask) -> TuningTask:
     """Return the task for another machine: without the executor, with the code of its programs."""
-    return dataclasses.replace(
-        task,
-        policy=dataclasses.replace(task.policy, executor=None, devices=1, isolate=True),
-        programs=_in_memory(task.programs),
-        reference=_read(task.reference),
-        others=tuple(_with_code(other) for other in task.others),
-    )
+    policy = dataclasses.replace(task.policy, executor=None, devices=1, isolate=True)
+    return dataclasses.replace(_with_code(task), policy=policy, others=tuple(map(_with_code, task.others)))
 
 
-def _with_code(call: SharedCall) -> SharedCall:
-    return dataclasses.replace(call, programs=_in_memory(call.programs), reference=_read(call.reference))
-
-
-def _in_memory(programs: tuple[tuple[Any, Program], ...]) -> tuple[tuple[Any, Program], ...]:
-    return tuple((config, there) for config, program in programs if (there := _read(program)) is not None)
+def _with_code(call: C) -> C:
+    programs = ((config, _read(program)) for config, program in call.programs)
+    there = tuple((config, program) for config, program in programs if program is not None)
+    return dataclasses.replace(call, programs=there, reference=_read(call.reference))
 
 
 def _read(program: Program | None) -> Program | None:

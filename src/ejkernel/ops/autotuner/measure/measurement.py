@@ -221,10 +221,11 @@ def interleaved(
             and keeps its samples. Without it, the error is raised.
     """
     sampling = sampling or Sampling(len(functions), plan=SamplingPlan.fixed(rounds), incumbents=())
-    sampler = _Sampler([_parts(function) for function in functions], sampling, stop, on_error)
+    parts = list(map(_parts, functions))
+    sampler = _Sampler(parts, sampling, stop, on_error)
     calls = sampler.warmed_up(warmup)
     # one timer for all: times of different timers do not compare
-    timer = choose_timer([part for index in sampling.running for part in _parts(functions[index])])
+    timer = choose_timer([part for index in sampling.running for part in parts[index]])
     try:
         try:
             sampler.run(timer, calls)
@@ -237,19 +238,26 @@ def interleaved(
         sampler.run(timer, calls)
     witness, samples = sampling.judged
     method = PROCESSOR if witness == PROCESSOR else timer.method
-    found = zip(functions, sampling.noted, samples, strict=True)
-    return [_measurement(function, noted, values, method) for function, noted, values in found]
+    found = zip(parts, sampling.noted, samples, strict=True)
+    return [
+        runners[0].measurement(values, method)
+        if len(runners) == 1
+        else OnEach(runners).measurement(noted, values, method)
+        for runners, noted, values in found
+    ]
 
 
-def _parts(function: Measured) -> tuple[Callable[[], Any], ...]:
-    return function.runners if isinstance(function, OnEach) else (function,)
+def _parts(function: Measured) -> tuple[Runner, ...]:
+    if isinstance(function, OnEach):
+        return function.runners
+    return (function if isinstance(function, Runner) else Runner(function),)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Sampler:
     """Samples functions as a `Sampling` decides, case by case."""
 
-    functions: Sequence[tuple[Callable[[], Any], ...]]
+    functions: Sequence[tuple[Runner, ...]]
     sampling: Sampling
     stop: Callable[[], bool]
     on_error: Callable[[int, BaseException], None] | None
@@ -288,7 +296,8 @@ class _Sampler:
         taken.append(Sample(seconds, work_between(before, timer.threads(), calls[case])))
         parts = self.functions[index]
         if len(taken) == len(parts):
-            mean = mean_sample(taken, [_weight(part) for part in parts])
+            weights = [1.0 if part.case is None else part.case.weight for part in parts]
+            mean = mean_sample(taken, weights)
             self.sampling.note(index, mean.seconds, mean.work, mean.cases)
 
     def _cases(self, index: int) -> Iterator[int]:
@@ -308,26 +317,10 @@ class _Sampler:
             if self.on_error is None:
                 raise
             self.sampling.fail(index)
-            self.on_error(index, _on_its_case(function, error))
+            if function.case is not None:
+                error = CandidateError(f"on {function.case.name}: {error_text(error)}")
+            self.on_error(index, error)
             return None
-
-
-def _weight(function: Callable[[], Any]) -> float:
-    return function.case.weight if isinstance(function, Runner) and function.case is not None else 1.0
-
-
-def _on_its_case(function: Callable[[], Any], error: BaseException) -> BaseException:
-    if not isinstance(function, Runner) or function.case is None:
-        return error
-    return CandidateError(f"on {function.case.name}: {error_text(error)}")
-
-
-def _measurement(function: Measured, noted: Sequence[Sample], samples: Sequence[float], method: str) -> Measurement:
-    if isinstance(function, OnEach):
-        return function.measurement(noted, samples, method)
-    if isinstance(function, Runner):
-        return function.measurement(samples, method)
-    return Measurement(samples=tuple(samples), method=method)
 
 
 def benchmark(

@@ -216,7 +216,7 @@ class MeasurementStore(Shown):
         for place in self._places(key.op):
             if _is_of(key, place.name):
                 try:
-                    read_search(Path(str(place.where)))
+                    read_search(Path(place.where))
                 except UnusableError as error:
                     return f"the log {place.where} cannot be used: {error}"
         return ""
@@ -302,9 +302,9 @@ class MeasurementStore(Shown):
             seen.add(place.name)
             try:
                 raw = read_file(place.where, _LARGEST)
-                log = None if raw is None else _log(place.name, raw, Path(str(place.where)))
+                log = None if raw is None else _log(place.name, raw, Path(place.where))
             except UnusableError as error:
-                warn_of(str(place.where), error)
+                warn_of(place.where, error)
             else:
                 # Two operations may share a folder, because folder names drop some characters.
                 if log is not None and op in (None, log.key.op):

@@ -19,7 +19,7 @@ from ejkernel.ops.autotuner.search.strategies import default_strategy
 from ejkernel.ops.autotuner.tasks.decisions import Decider, why_it_stays, why_open, why_passed_over
 from ejkernel.ops.autotuner.tasks.pool import Budget, Pool
 from ejkernel.ops.autotuner.tasks.task import Configurations, SharedCall, TuningTask
-from ejkernel.ops.autotuner.trials.candidates import LISTED, config_id, distinct
+from ejkernel.ops.autotuner.trials.candidates import LISTED, Candidate, config_id, distinct
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, RoundsFinished, emit
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.config.spaces.space import ConfigSpace
@@ -192,7 +192,7 @@ class TuningRun:
         """Measure all candidates in one run."""
         for config in others:
             check_config(self.task.kernel, config, "each candidate")
-        pool.tried = distinct((*first, *others))
+        pool.tried = list(map(Candidate, distinct((*first, *others))))
         pool.begin(len(pool.tried), pool.heuristic)
         fresh = [candidate for candidate in pool.tried if not pool.recall(candidate)]
         pool.prepare(fresh, stop=pool.must_measure)
@@ -211,7 +211,7 @@ class TuningRun:
         total = most if points is None else min(len(points), most)
         strategy = default_strategy(space, seeds=first, records=self.task.records, seed=self.task.seed)
         # The heuristic comes first and alone: all later times are compared with it.
-        batch = distinct(first) or distinct(strategy.ask(_BATCH))
+        batch = list(map(Candidate, distinct(first) or strategy.ask(_BATCH)))
         pool.begin(total, batch[0])
         room = total
         while batch:
@@ -223,10 +223,11 @@ class TuningRun:
                 strategy.tell(candidate.config, pool.comparable_seconds(candidate))
             pool.release_losers()
             room = 0 if pool.must_end() else min(_BATCH, total - len(pool.tried))
-            batch = distinct(strategy.ask(room), but=pool.tried) if room > 0 else []
+            batch = list(map(Candidate, strategy.ask(room))) if room > 0 else []
         ended_early = room == 0 and len(pool.tried) < total
-        known = distinct((o.config for o in self.task.known if o.config in space), but=pool.tried)
-        pool.tried += [candidate for candidate in known if pool.recall(candidate)]
+        known = (outcome.config for outcome in self.task.known if outcome.config in space)
+        left = map(Candidate, distinct(known, but=[candidate.config for candidate in pool.tried]))
+        pool.tried += filter(pool.recall, left)
         pool.measure_finalists(self._plan)
         return total if ended_early else len(pool.tried)
 

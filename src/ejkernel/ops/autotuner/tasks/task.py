@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ejkernel.ops.autotuner.bench.oracle import Limits
 from ejkernel.ops.autotuner.search.strategies import Record
-from ejkernel.ops.autotuner.trials.candidates import LISTED, Program, config_id, heuristic_of, is_in
+from ejkernel.ops.autotuner.trials.candidates import LISTED, Program, config_id, distinct, heuristic_of, is_in
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.spaces.space import ConfigSpace
@@ -130,15 +130,15 @@ class Configurations:
         self.others: Collection[Any] = _united(self._spaces)
         if task.candidates is not None:
             self.others = check_candidates(task.candidates, f"{task.inv.op_id}: candidates")
-        self.first: list[Any] = _distinct(itertools.chain.from_iterable(self._heuristics))
+        self.first: list[Any] = distinct(itertools.chain.from_iterable(self._heuristics))
         if task.others:
-            self.first = _distinct([self.baseline, *self.first])
+            self.first = distinct([self.baseline, *self.first])
 
     @property
     def baseline(self) -> Any:
         """The configuration that all others are compared with: the first heuristic, or the first of `others`."""
         some = itertools.islice(self.others, _LOOKED_AT if self._task.others else 1)
-        looked_at = _distinct([*self.first, *some]) if self._task.others else [*self.first, *some]
+        looked_at = distinct([*self.first, *some]) if self._task.others else [*self.first, *some]
         for config in looked_at:
             if not self.why_refused(config):
                 return config
@@ -182,11 +182,4 @@ def _united(spaces: Sequence[Collection[Any]]) -> Collection[Any]:
     for space in spaces:
         if isinstance(space, ConfigSpace) and not space.has_at_most(LISTED):
             return space
-    return _distinct(itertools.chain.from_iterable(spaces))
-
-
-def _distinct(configs: Iterable[Any]) -> list[Any]:
-    found: dict[Any, Any] = {}
-    for config in configs:
-        found.setdefault(config_id(config), config)
-    return list(found.values())
+    return distinct(itertools.chain.from_iterable(spaces))

@@ -110,15 +110,10 @@ def is_in(space: Collection[Any], config: object) -> bool:
     return config_id(config) in map(config_id, space)
 
 
-def distinct(configs: Iterable[object], but: Sequence[Candidate] = ()) -> list[Candidate]:
-    """Return one candidate per distinct configuration, in order, without those of `but`."""
-    found: dict[Any, Candidate] = {}
-    known = {config_id(candidate.config) for candidate in but}
-    for config in configs:
-        token = config_id(config)
-        if token not in known:
-            found.setdefault(token, Candidate(config))
-    return list(found.values())
+def distinct(configs: Iterable[Any], but: Iterable[object] = ()) -> list[Any]:
+    """Return the distinct configurations, in order, without those of `but`."""
+    known = set(map(config_id, but))
+    return list({token: config for config in configs if (token := config_id(config)) not in known}.values())
 
 
 def exchange(one: Candidate, other: Candidate) -> None:

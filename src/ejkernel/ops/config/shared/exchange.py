@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ejkernel.ops.config._files import UnusableError, expanded, is_url, location, warn_of
 from ejkernel.ops.config._writing import replace_judged
@@ -32,37 +32,6 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
 
 
-class Place(Protocol):
-    """A cache folder or a shared cache."""
-
-    @property
-    def has_classes(self) -> bool:
-        """Whether the place keeps one entry per key and provenance class, rather than one per key."""
-
-    def variants(self) -> Iterator[list[StoredEntry]]:
-        """Yield, for each key, the list of its entries; lookups on this machine use the first."""
-
-    def rival(self, entry: StoredEntry) -> StoredEntry | None:
-        """Return the existing entry that `entry` would replace, or `None`."""
-
-    def put(
-        self, entries: Sequence[StoredEntry], rivals: Mapping[ConfigKey, StoredEntry | None] | None = None
-    ) -> Sequence[StoredEntry]:
-        """Write entries durably.
-
-        Args:
-            entries: The entries.
-            rivals: The existing entries that they were compared with, by key. `None`: replace
-                existing entries without a comparison.
-
-        Returns:
-            The entries that were not written, because another process has changed their rivals since.
-
-        Raises:
-            OSError: The entries cannot be written.
-        """
-
-
 class _ChangedError(Exception):
     """Another process has changed an entry since a new entry was compared with it."""
 
@@ -72,6 +41,9 @@ class FolderPlace:
 
     Args:
         folder: The folder.
+
+    Attributes:
+        has_classes: Whether the place keeps one entry per key and provenance class, rather than one per key.
     """
 
     has_classes = False
@@ -83,12 +55,12 @@ class FolderPlace:
         return str(self.folder)
 
     def variants(self) -> Iterator[list[StoredEntry]]:
-        """See `Place`."""
+        """Yield, for each key, the list of its entries; lookups on this machine use the first."""
         for _, entry in PersistentCache(self.folder, shipped=False).entries():
             yield [entry]
 
     def rival(self, entry: StoredEntry) -> StoredEntry | None:
-        """See `Place`."""
+        """Return the existing entry that `entry` would replace, or `None`."""
         file = self.folder.joinpath(*location(entry.key))
         try:
             found = read_at(file, root=self.folder)
@@ -102,7 +74,19 @@ class FolderPlace:
     def put(
         self, entries: Sequence[StoredEntry], rivals: Mapping[ConfigKey, StoredEntry | None] | None = None
     ) -> Sequence[StoredEntry]:
-        """See `Place`. Calls tuned together are written together, or not at all."""
+        """Write entries durably. Calls tuned together are written together, or not at all.
+
+        Args:
+            entries: The entries.
+            rivals: The existing entries that they were compared with, by key. `None`: replace
+                existing entries without a comparison.
+
+        Returns:
+            The entries that were not written, because another process has changed their rivals since.
+
+        Raises:
+            OSError: The entries cannot be written.
+        """
         together = collections.defaultdict[str, list[StoredEntry]](list)
         for entry in entries:
             together[search_of(entry) or str(entry.key)].append(entry)
@@ -167,24 +151,27 @@ class SharedPlace:
         return self.layer.copy
 
     def variants(self) -> Iterator[list[StoredEntry]]:
-        """See `Place`."""
+        """See `FolderPlace`."""
         yield from () if self._is_empty else map(by_preference, self.copy.variants())
 
     def rival(self, entry: StoredEntry) -> StoredEntry | None:
-        """See `Place`."""
+        """See `FolderPlace`."""
         mine, there = provenance_class(entry), [] if self._is_empty else self.copy.find(entry.key)
         return next((other for other in there if provenance_class(other) == mine), None)
 
     def put(
         self, entries: Sequence[StoredEntry], rivals: Mapping[ConfigKey, StoredEntry | None] | None = None
     ) -> Sequence[StoredEntry]:
-        """See `Place`. Writes only new objects, so entries of other writers cannot be lost."""
+        """See `FolderPlace`. Writes only new objects, so entries of other writers cannot be lost."""
         del rivals
         for name, raw in packed(map(line_of, entries)):
             self.store.write(name, raw)
             self.copy.add(name, raw)
             self._is_empty = False
         return ()
+
+
+Place = FolderPlace | SharedPlace
 
 
 class Step(NamedTuple):

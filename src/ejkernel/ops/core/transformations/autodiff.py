@@ -105,12 +105,6 @@ class Linear(Wrapper):
         root = innermost(self.of)
         return [*self.of.wiring, {"residuals": True} if isinstance(root, Forward) and root.residuals else {}]
 
-    def _all_tangents(self, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[Any, ...]:
-        given = iter(tangents)
-        return tuple(
-            next(given) if has else compat.tracing.zeros_of_tangent(p) for p, has in zip(primals, self.wrt, strict=True)
-        )
-
     def _wanted(self, gradients: Sequence[jax.Array | None]) -> tuple[Any, ...]:
         wanted = [gradient for gradient, has in zip(gradients, self.wrt, strict=True) if has]
         if any(gradient is None for gradient in wanted):
@@ -133,17 +127,17 @@ class Jvp(Linear):
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
 
-        def tangents(*arrays: jax.Array) -> tuple[Any, ...]:
+        def computed(*arrays: jax.Array) -> tuple[Any, ...]:
             primals = arrays[: self.count]
             if choice.types_only:
                 # Tangents have the types of the results. Do not differentiate for them: JAX may be unable to
                 # differentiate the kernel, and its gradient rule applies only to the real computation.
                 compute = self.of.flat(choice) if choice.as_call is None else choice.as_call(self.of)
                 return self._selected(compute(*primals))
-            all_tangents = self._all_tangents(primals, arrays[self.count :])
-            return self._selected(jax.jvp(self.of.flat(choice), primals, all_tangents)[1])
+            tangents = all_tangents(primals, arrays[self.count :], self.wrt)
+            return self._selected(jax.jvp(self.of.flat(choice), primals, tangents)[1])
 
-        return tangents
+        return computed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,8 +224,8 @@ class ResidualVjp(ThroughResiduals):
             saved, primals, given = self._split(arrays)
             if choice.types_only:
                 return tuple(primal for primal, has in zip(primals, self.wrt, strict=True) if has)
-            # A reference has no residuals: JAX differentiates it as a whole.
-            if choice.reference:
+            # A reference has no residuals.
+            if choice.by_jax:
                 return Vjp(self.of, self.count, self.wrt, self.outs).flat(choice)(*primals, *given)
             remaining = iter(given)
             results = zip(saved, self.outs, strict=False)
@@ -242,6 +236,14 @@ class ResidualVjp(ThroughResiduals):
 
 
 _TRANSPOSES: dict[type, type] = {Jvp: Vjp, Vjp: Jvp, ResidualJvp: ResidualVjp, ResidualVjp: ResidualJvp}
+
+
+def all_tangents(primals: Sequence[jax.Array], tangents: Sequence[jax.Array], wrt: Sequence[bool]) -> tuple[Any, ...]:
+    """Return the tangent of each argument, those that have none being zero."""
+    given = iter(tangents)
+    return tuple(
+        next(given) if has else compat.tracing.zeros_of_tangent(p) for p, has in zip(primals, wrt, strict=True)
+    )
 
 
 def differentiate(

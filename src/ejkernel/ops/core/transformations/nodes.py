@@ -52,6 +52,7 @@ class Choice:
         config: The configuration.
         platform: The platform whose hooks run.
         reference: Use the kernel's `reference` and plain differentiation instead of its hooks.
+        without_rule: Differentiate the kernel's `run` instead of using its gradient rule.
         config_for_types: Set if only types are wanted: a function from `(args, kwargs)` to any valid configuration, and
             the platform whose hooks run with it.
         as_call: Set if only types are wanted: turns a node into a function that binds it as a separate call.
@@ -62,10 +63,16 @@ class Choice:
     config: Any = None
     platform: str = "cpu"
     reference: bool = False
+    without_rule: bool = False
     config_for_types: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, str]] | None = None
     as_call: Callable[[Any], Flat] | None = None
     out_tree: Callable[[Any, Sequence[Any]], Any] | None = None
     trees: list[Any] | None = None
+
+    @property
+    def by_jax(self) -> bool:
+        """Whether JAX differentiates the forward as a whole."""
+        return self.reference or self.without_rule
 
     @property
     def types_only(self) -> bool:
@@ -270,7 +277,7 @@ class Forward:
     def flat_vjp(self, choice: Choice, count: int) -> Flat:
         """The kernel's gradient rule, or JAX's derivative of `run`."""
         kernel = self.spec.kernel
-        if self.residuals or choice.reference:
+        if self.residuals or choice.by_jax:
             return autodiff_vjp(self.flat(choice), count)
         if overrides(kernel, "custom_vjp"):
             return self._custom_vjp(choice)
@@ -474,19 +481,15 @@ def noting(op_id: str, config: object, arguments: object) -> Iterator[None]:
         error.add_note(f"{op_id}{_RAN_WITH}{compact(config)}{f' for {arrays}' if arrays else ''}.")
         if advice := array_advice(error):
             error.add_note(f"{advice[:1].upper()}{advice[1:]}")
-        lists = jax.tree.leaves(arguments, is_leaf=_is_list) if isinstance(error, TypeError) else ()
-        if any(map(_is_list_of_numbers, lists)):
+        lists = jax.tree.leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, list))
+        if isinstance(error, TypeError) and any(map(_is_list_of_numbers, lists)):
             error.add_note("An argument is a list of numbers, which JAX does not convert: pass jnp.asarray(...).")
         raise
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, list)
-
-
 def _is_list_of_numbers(value: object) -> bool:
     """Return whether a value is a list, perhaps nested, of nothing but numbers or tracers of numbers."""
-    return _is_list(value) and all(getattr(leaf, "ndim", 0) == 0 for leaf in jax.tree.leaves(value))
+    return isinstance(value, list) and all(getattr(leaf, "ndim", 0) == 0 for leaf in jax.tree.leaves(value))
 
 
 def call_that_raised(error: BaseException) -> str:
