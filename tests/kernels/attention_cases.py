@@ -34,6 +34,7 @@ class Case:
     head_dim: int = 16
     value_dim: int = 16
     bias: tuple[int, ...] | None = None
+    bias_dtype: str | None = None
     mask: tuple[int, ...] | None = None
     segments: bool = False
     exact: bool = False
@@ -49,7 +50,7 @@ class Case:
             like(self.batch, self.queries, self.heads, self.head_dim),
             like(self.batch, self.keys, self.groups, self.head_dim),
             like(self.batch, self.keys, self.groups, self.value_dim),
-            None if self.bias is None else like(*self.bias),
+            None if self.bias is None else like(*self.bias, dtype=self.bias_dtype or dtype),
             None if self.mask is None else like(*self.mask, dtype=jnp.bool_),
             like(self.batch, self.queries, dtype=jnp.int32) if self.segments else None,
             like(self.batch, self.keys, dtype=jnp.int32) if self.segments else None,

@@ -38,6 +38,26 @@ def quick_simulation():
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_races(monkeypatch):
+    """Fail a test if the race detector found a race in any of its launches; JAX keeps the races of the last one."""
+    if compat.kernels.mosaic_gpu_reason():
+        yield
+        return
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    launches = []
+
+    def detector(**options):
+        launches.append(make(**options))
+        return launches[-1]
+
+    make = gpu_callbacks.GPURaceDetectionState
+    monkeypatch.setattr(gpu_callbacks, "GPURaceDetectionState", detector)
+    yield
+    assert not any(launch.races_found for launch in launches)
+
+
 def run_compiled(jaxpr, consts, *args):
     """Run a thread's program."""
     with _lock:

@@ -143,13 +143,6 @@ def mosaic_gpu_reason() -> str | None:
     return None
 
 
-def simulated_races() -> bool:
-    """Return whether the race detector found a race in the last simulation of a Mosaic GPU kernel."""
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    return bool(interpret_pallas_call.get_races().races_found)
-
-
 def store_as_it_is(target: Any, values: Any) -> None:
     """Store registers of a Mosaic GPU kernel with an access pattern that is not optimal.
 

@@ -38,6 +38,20 @@ def canonical_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def canonical_float(name: str, value: Any) -> str | None:
+    """Return the name of a floating-point dtype; `None` stays."""
+    if value is None:
+        return None
+    try:
+        # Unless JAX enables 64-bit types, float64 means float32; equal calls need one key.
+        found = jax.dtypes.canonicalize_dtype(value)
+    except TypeError as error:
+        raise ArgumentError(f"{name} must be a dtype or None, got {value!r}.") from error
+    if not jnp.issubdtype(found, jnp.floating):
+        raise ArgumentError(f"{name} must be a floating-point dtype, got {found}; pass e.g. float32.")
+    return str(found)
+
+
 def canonical_precision(value: Any) -> str | None:
     """Return the name of a matmul precision in lower case; `None` for JAX's default."""
     if value is None:

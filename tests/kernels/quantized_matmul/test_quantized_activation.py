@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel import compat
-from ejkernel.kernels.grouped_matmul.mosaic_gpu import plan as grouped_plan
 from ejkernel.kernels.quantized_matmul.grouped.activation import quantized_grouped_activation
 from ejkernel.kernels.quantized_matmul.mosaic_gpu import launch
 from ejkernel.kernels.quantized_matmul.mosaic_gpu.activation import MosaicGpuActivation
@@ -63,16 +61,10 @@ def described(x, w, *gate, sizes, factors=None, quantize=E4M3, **options):
     ],
     ids=["gated", "blocks", "no gate", "int8, no activation", "races"],
 )
-def test_simulated_activations_match_the_reference(monkeypatch, shape, sizes, made, options, races):
-    if reason := compat.kernels.mosaic_gpu_reason():
-        pytest.skip(reason)
-    from jax.experimental.pallas import mosaic_gpu
-
-    monkeypatch.setattr(grouped_plan, "MULTIPROCESSORS", 2)
+def test_simulated_activations_match_the_reference(mosaic, shape, sizes, made, options, races):
     args, options, call = described(*operands(*shape, len(sizes), **made), sizes=sizes, **options)
-    params, interpret = MosaicGpuActivation().heuristic(call), mosaic_gpu.InterpretGPUParams(detect_races=races)
+    params, interpret = MosaicGpuActivation().heuristic(call), mosaic.InterpretGPUParams(detect_races=races)
     found = jax.jit(lambda *args: launch.grouped_activation(call, args, params, interpret=interpret))(*args)
-    assert not (races and compat.kernels.simulated_races())
     expected = jax.jit(lambda *args: quantized_grouped_activation.reference(*args, **options))(*args)
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
     # A number halfway between two others may be rounded to either.
@@ -94,18 +86,12 @@ def test_simulated_activations_match_the_reference(monkeypatch, shape, sizes, ma
     ],
     ids=["gated", "blocks, gated, factors", "factors", "races of blocks", "races"],
 )
-def test_simulated_wide_activations_match_the_reference(monkeypatch, shape, sizes, made, options, factored, races):
-    if reason := compat.kernels.mosaic_gpu_reason():
-        pytest.skip(reason)
-    from jax.experimental.pallas import mosaic_gpu
-
-    monkeypatch.setattr(grouped_plan, "MULTIPROCESSORS", 2)
+def test_simulated_wide_activations_match_the_reference(mosaic, shape, sizes, made, options, factored, races):
     factors = jnp.linspace(-1, 2, shape[0]) if factored else None
     given = operands(*shape, len(sizes), **made)
     args, options, call = described(*given, sizes=sizes, factors=factors, quantize=None, **options)
-    params, interpret = MosaicGpuActivation().heuristic(call), mosaic_gpu.InterpretGPUParams(detect_races=races)
+    params, interpret = MosaicGpuActivation().heuristic(call), mosaic.InterpretGPUParams(detect_races=races)
     [found] = jax.jit(lambda *args: launch.grouped_activation(call, args, params, interpret=interpret))(*args)
-    assert not (races and compat.kernels.simulated_races())
     expected = jax.jit(lambda *args: quantized_grouped_activation.reference(*args, **options))(*args)
     assert found.dtype == expected.dtype
     np.testing.assert_allclose(*(np.asarray(each, np.float32) for each in (found, expected)), rtol=0.01, atol=0.01)

@@ -75,13 +75,13 @@ SIMULATED = {
 
 
 @pytest.mark.parametrize("name", SIMULATED)
-def test_simulated_epilogues_and_groups_match_the_reference(monkeypatch, name):
-    compare(monkeypatch, *SIMULATED[name])
+def test_simulated_epilogues_and_groups_match_the_reference(mosaic, name):
+    compare(mosaic, *SIMULATED[name])
 
 
 @pytest.mark.parametrize("name", ["gated", "groups, gated"])
-def test_simulated_kernels_have_no_races(monkeypatch, name):
-    compare(monkeypatch, *SIMULATED[name], races=True)
+def test_simulated_kernels_have_no_races(mosaic, name):
+    compare(mosaic, *SIMULATED[name], races=True)
 
 
 def test_sizes_of_64_bits_are_clipped_before_they_are_narrowed():
@@ -95,18 +95,12 @@ def test_sizes_of_64_bits_are_clipped_before_they_are_narrowed():
         assert jax.eval_shape(lambda *args: launch.grouped_product(call, args, params), *args).shape == (20, 64)
 
 
-def compare(monkeypatch, shape, sizes, dtypes, options, params, *, races=False):
-    if reason := compat.kernels.mosaic_gpu_reason():
-        pytest.skip(reason)
-    from jax.experimental.pallas import mosaic_gpu
-
-    monkeypatch.setattr(plans, "MULTIPROCESSORS", 2)
+def compare(mosaic, shape, sizes, dtypes, options, params, *, races=False):
     operation, implementation, args, how, call = described(shape, sizes, dtypes, **options)
-    params, interpret = MosaicGpuParams(block_m=64, **params), mosaic_gpu.InterpretGPUParams(detect_races=races)
+    params, interpret = MosaicGpuParams(block_m=64, **params), mosaic.InterpretGPUParams(detect_races=races)
     assert implementation.params_fault(call, params) is None
     run = launch.grouped_activation if operation is quantized_grouped_activation else launch.grouped_product
     [found] = jax.tree.leaves(jax.jit(lambda *args: run(call, args, params, interpret=interpret))(*args))
-    assert not (races and compat.kernels.simulated_races())
     expected = jax.jit(lambda *args: operation.reference(*args, **how))(*args)
     assert found.dtype == expected.dtype
     np.testing.assert_allclose(*(np.asarray(each, np.float32) for each in (found, expected)), rtol=0.01, atol=0.01)

@@ -44,18 +44,6 @@ CALL = QuantizedMatmulCall(
 )
 
 
-@pytest.fixture
-def mosaic(monkeypatch):
-    """The module of the kernels, where it can be imported; a launch has two thread blocks."""
-    if reason := compat.kernels.mosaic_gpu_reason():
-        pytest.skip(reason)
-    from jax.experimental.pallas import mosaic_gpu
-
-    monkeypatch.setattr(grouped_plan, "MULTIPROCESSORS", 2)
-    monkeypatch.setattr(few_plans, "MULTIPROCESSORS", 2)
-    return mosaic_gpu
-
-
 def operands(shape, dtypes, *, positive=False, axis=-1, block=None):
     m, n, k = shape
     rng = np.random.default_rng(0)
@@ -82,7 +70,6 @@ def error(mosaic, x, w, params, *, races=False, **options):
     assert MosaicGpu().params_fault(call, params) is None
     found = program(call, params, mosaic.InterpretGPUParams(detect_races=races))(*args)
     assert found.dtype == call.out_dtype
-    assert not (races and compat.kernels.simulated_races())
     return float(distance(found, x, w))
 
 

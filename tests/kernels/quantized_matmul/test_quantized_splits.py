@@ -11,10 +11,7 @@ import numpy as np
 import pytest
 from tests.kernels.quantized_matmul.test_quantized_mosaic import CALL, E4M3, E5M2, error, operands
 
-from ejkernel import compat
-from ejkernel.kernels.grouped_matmul.mosaic_gpu import plan as grouped_plan
 from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMatmulCall
-from ejkernel.kernels.quantized_matmul.mosaic_gpu import few_rows_plan as few_plans
 from ejkernel.kernels.quantized_matmul.mosaic_gpu import plan as plans
 from ejkernel.kernels.quantized_matmul.mosaic_gpu.implementation import MosaicGpu, MosaicGpuGrouped
 from ejkernel.kernels.quantized_matmul.mosaic_gpu.plan import MosaicGpuParams
@@ -26,19 +23,7 @@ pytestmark = pytest.mark.slow
 
 BLOCKS = {"x_block": (1, 128), "w_block": (128, 128)}
 THIN = {"x_block": (1, 128), "w_block": (1, 128)}
-
-
-@pytest.fixture
-def mosaic(monkeypatch):
-    """The module of the kernels, where it can be imported; a launch has six thread blocks, or three clusters."""
-    if reason := compat.kernels.mosaic_gpu_reason():
-        pytest.skip(reason)
-    from jax.experimental.pallas import mosaic_gpu
-
-    monkeypatch.setattr(grouped_plan, "MULTIPROCESSORS", 6)
-    monkeypatch.setattr(few_plans, "MULTIPROCESSORS", 6)
-    return mosaic_gpu
-
+MULTIPROCESSORS = 6  # or three clusters
 
 SIMULATED = {
     "two rounds": ((200, 200, 700), (E4M3, E4M3), {"block_n": 128, "stages": 3, "splits": 3}, {}),

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel import compat
 from ejkernel.kernels.quantized_matmul.quantizing import mosaic_gpu as launch
 from ejkernel.kernels.quantized_matmul.quantizing import plan as plans
 from ejkernel.kernels.quantized_matmul.quantizing.common import QuantizeCall
@@ -31,15 +30,6 @@ CALL = QuantizeCall(
     platform="gpu",
     device_fingerprint="gpu:nvidia_h200",
 )
-
-
-@pytest.fixture
-def mosaic():
-    if reason := compat.kernels.mosaic_gpu_reason():
-        pytest.skip(reason)
-    from jax.experimental.pallas import mosaic_gpu
-
-    return mosaic_gpu
 
 
 def wide(results):
@@ -72,7 +62,6 @@ def test_simulated_kernel_gives_the_numbers_of_plain_jax(
     interpret = mosaic.InterpretGPUParams(detect_races=races)
     params = QuantizeParams(tiles=2, blocks=1)
     found = jax.jit(lambda x: launch.quantized(call, (x,), params, interpret=interpret))(x)
-    assert not (races and compat.kernels.simulated_races())
     expected = quantize_blocks.reference(x, dtype=values, **options)
     assert [(a.shape, a.dtype) for a in found] == [(a.shape, a.dtype) for a in expected]
     for ours, plain in zip(wide(found), wide(expected), strict=True):

@@ -199,12 +199,13 @@ class Interpreter:
     def add_to_memory(self, source: Any, target: Any) -> None:
         """See `Hopper.add_to_memory`; the interpreter runs one block of threads after another.
 
-        Only a copy is clipped at the end of an array. Past it, `out_of_bounds_reads="uninitialized"` reads anything.
+        Only a copy is clipped at the end of an array. Past it, `out_of_bounds_reads="uninitialized"` reads anything. No
+        wait follows: the race detector sees whether the caller waits before it overwrites `source`. It also sees a race
+        if one place is added to twice without a wait for the first copy, which a GPU allows.
         """
         source[...] = target[...] + source[...]
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(source, target)
-        plgpu.wait_smem_to_gmem(0)
 
     def uniform(self, number: Any) -> Any:
         """See `Hopper.uniform`."""

@@ -6,11 +6,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 
 from .backend import Backend
-from .launch import plgpu, swizzled, tiled
+from .launch import SWIZZLE, plgpu, swizzled, tiled
 from .tile_shapes import PIECE
+
+
+def tiles_and_rows(backend: Backend, shape: tuple[int, ...], dtype: Any, swizzle: int = SWIZZLE) -> Any:
+    """Return shared memory with two views: of tiles, for products, and of rows, for copies that start at any row."""
+    return backend.aliased(tiled(shape, dtype, swizzle), swizzled(shape, dtype, swizzle))
+
+
+def columns_from(array: Any, start: Any, size: int) -> Any:
+    """Return a slice of an array's columns; copies fill those past the end with zeros, or leave them out.
+
+    Pallas refuses constants that are out of bounds, so such a start is computed.
+    """
+    is_inside = not isinstance(start, int) or start + size <= array.shape[-1]
+    return pl.ds(start if is_inside else lax.add(np.int32(start), np.int32(0)), size)
 
 
 class Blocks:
@@ -37,8 +53,7 @@ class Blocks:
 
     def type(self, dtype: Any) -> Any:
         """Return the type of shared memory for the blocks."""
-        matrices = tiled(self._shape, dtype)
-        return matrices if self.whole else self.backend.aliased(matrices, swizzled(self._shape, dtype))
+        return tiled(self._shape, dtype) if self.whole else tiles_and_rows(self.backend, self._shape, dtype)
 
     def copy(
         self, array: Any, at: tuple[Any, Any], memory: Any, number: tuple[Any, ...], barrier: Any, **options: Any

@@ -78,13 +78,17 @@ class RowKernel:
         weight = self.vector(0, part)
         return values * (weight + offset if offset else weight)
 
+    def _to_normalise(self, read: Sequence[Any], written: Sequence[Any]) -> Any:
+        """Return the row to normalise: the one that is read, or its sum with the residual, which is stored first."""
+        if not self.plan.formula.residual:
+            return read[0]
+        # Rounded first: the rows to normalise are the sums that the kernel returns, as in plain JAX.
+        for part in self.parts:
+            self.store(written[1], part, self.load(read[0], part) + self.load(read[1], part))
+        return written[1]
+
     def _forward(self, at: Any, read: Sequence[Any], written: Sequence[Any]) -> None:
-        formula, row = self.plan.formula, read[0]
-        if formula.residual:
-            # Rounded first: the rows to normalise are the sums that the kernel returns, as in plain JAX.
-            row = written[1]
-            for part in self.parts:
-                self.store(row, part, self.load(read[0], part) + self.load(read[1], part))
+        formula, row = self.plan.formula, self._to_normalise(read, written)
         mean = self.mean(functools.partial(self.load, row)) if formula.centred else None
 
         @self.hold

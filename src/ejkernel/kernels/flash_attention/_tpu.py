@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls and parameters that no attention kernel for TPUs takes, ours or JAX's."""
+"""Arrays of the attention kernels for TPUs, ours and JAX's, and calls and parameters that none of them takes."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels._vector_memory import LANES
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.values.signature import is_known
 
-from .common import AttentionCall
+from .common import HIDDEN_KEY, HIDDEN_QUERY, AttentionCall, Operands, Rules, hidden_past
 
 _DTYPES = ("bfloat16", "float32")
 
@@ -43,3 +47,40 @@ def check_blocks(params: Any, *names: str, optional: tuple[str, ...] = ()) -> No
             continue
         if type(value) is not int or value < LANES or value % LANES:
             raise ConfigError(f"{name} must be a multiple of {LANES}, got {value!r}; try 512.")
+
+
+def segment_ids(operands: Operands, rules: Rules, padded: tuple[int, int]) -> tuple[jax.Array, jax.Array] | None:
+    """Return ids of padded queries and keys that hide other segments, positions behind lengths, and the padding."""
+    queries, keys = operands.query.shape[1], operands.key.shape[1]
+    padding = padded[1] > keys and rules.right != 0  # causal attention does not reach it
+    query_ids, key_ids, query_lengths, key_lengths = given = operands[5:9]
+    if not padding and all(x is None for x in given):
+        return None
+
+    def hidden_behind(ids: Any, lengths: Any, count: int, size: int, hidden: int) -> jax.Array:
+        found = hidden_past(ids, lengths, (operands.query.shape[0], count), hidden)
+        found = jnp.pad(found, ((0, 0), (0, size - count)), constant_values=hidden)
+        return unify_varying((found, operands.query))[0]
+
+    return (
+        hidden_behind(query_ids, query_lengths, queries, padded[0], HIDDEN_QUERY),
+        hidden_behind(key_ids, key_lengths, keys, padded[1], HIDDEN_KEY),
+    )
+
+
+def without_rest(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """Return an array with zeros behind the lengths: a weight of zero does not cancel a NaN."""
+    if lengths is None:
+        return x
+    inside = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+    return jnp.where(inside[:, :, None, None], x, 0)
+
+
+def heads_first(x: jax.Array, length: int) -> jax.Array:
+    """Return an array with heads before a sequence that is padded to this length."""
+    return jnp.swapaxes(jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0))), 1, 2)
+
+
+def heads_last(x: jax.Array, length: int) -> jax.Array:
+    """Return an array with heads after a sequence that is cropped to this length."""
+    return jnp.swapaxes(x[:, :, :length], 1, 2)

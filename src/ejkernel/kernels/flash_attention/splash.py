@@ -23,17 +23,14 @@ from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.messages.names import NamedFields
 
 from ._splash_memory import clipped_blocks, vector_memory
-from ._tpu import check_blocks, unsupported_reason
+from ._tpu import check_blocks, heads_first, heads_last, segment_ids, unsupported_reason, without_rest
 from .common import (
     EMPTY_ROW_LSE,
-    HIDDEN_KEY,
-    HIDDEN_QUERY,
     AttentionCall,
     AttentionImplementation,
     Operands,
     Rules,
     describe,
-    hidden_past,
     scale_reason,
 )
 
@@ -166,7 +163,7 @@ class Splash(AttentionImplementation):
         """Return the output and the log-sum-exp, without sinks."""
         operands = unify_varying(operands)
         sizes = _Sizes.of(operands, (params.block_q, params.block_kv, params.block_kv_compute))
-        segments = _segments(operands, rules, sizes)
+        segments = segment_ids(operands, rules, (sizes.padded_queries, sizes.padded_keys))
         query, key, value = sizes.arrays(operands, rules)
         run = functools.partial(
             compat.splash.splash_forward,
@@ -176,7 +173,7 @@ class Splash(AttentionImplementation):
             memory=_memory(operands, rules, "forward", sizes.blocks),
         )
         out, lse = jax.vmap(run)((query, key, value), segments)
-        out, lse = _heads_last(out)[:, : sizes.queries], lse[:, :, : sizes.queries]
+        out, lse = heads_last(out, sizes.queries), lse[:, :, : sizes.queries]
         empty = lse <= compat.splash.HIDDEN_LOGIT / 2  # false for NaN, which stays visible
         out = jnp.where(empty.transpose(0, 2, 1)[..., None], 0, out)
         return out, jnp.where(empty, EMPTY_ROW_LSE, lse)
@@ -226,11 +223,11 @@ def _memory(
 def _pull(operands: Operands, rows: tuple[Any, ...], rules: Rules, of: str, blocks: tuple[int, int, int]) -> Any:
     """Return the gradients of query, key and value from one kernel, `None` for those of the other."""
     sizes = _Sizes.of(operands, blocks)
-    segments = _segments(operands, rules, sizes)
+    segments = segment_ids(operands, rules, (sizes.padded_queries, sizes.padded_keys))
     lse, dout, delta = rows
     more = ((0, 0), (0, 0), (0, sizes.padded_queries - sizes.queries))
     lse = jnp.pad(lse, more, constant_values=EMPTY_ROW_LSE)
-    arrays = (*sizes.arrays(operands, rules), lse, _heads_first(dout, sizes.padded_queries), jnp.pad(delta, more))
+    arrays = (*sizes.arrays(operands, rules), lse, heads_first(dout, sizes.padded_queries), jnp.pad(delta, more))
     name = {"all": "fused", "key and value": "keys"}.get(of, of)
     run = functools.partial(
         compat.splash.splash_backward,
@@ -242,7 +239,7 @@ def _pull(operands: Operands, rows: tuple[Any, ...], rules: Rules, of: str, bloc
     )
     found = jax.vmap(run)(arrays, segments)
     lengths = (sizes.queries, sizes.keys, sizes.keys)
-    return [None if x is None else _heads_last(x)[:, :length] for x, length in zip(found, lengths, strict=True)]
+    return [None if x is None else heads_last(x, length) for x, length in zip(found, lengths, strict=True)]
 
 
 class _Sizes(NamedTuple):
@@ -271,11 +268,11 @@ class _Sizes(NamedTuple):
     def arrays(self, operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the scaled query, key and value in the kernels' layout, zero where they are hidden by a length."""
         query = (operands.query.astype(jnp.float32) * rules.scale).astype(operands.query.dtype)
-        key, value = (_without_rest(x, operands.key_lengths) for x in (operands.key, operands.value))
+        key, value = (without_rest(x, operands.key_lengths) for x in (operands.key, operands.value))
         return (
-            _heads_first(query, self.padded_queries),
-            _heads_first(key, self.padded_keys),
-            _heads_first(value, self.padded_keys),
+            heads_first(query, self.padded_queries),
+            heads_first(key, self.padded_keys),
+            heads_first(value, self.padded_keys),
         )
 
 
@@ -288,40 +285,3 @@ def _candidate_blocks(call: AttentionCall) -> list[tuple[int, int, int]]:
 
 def _fits(size: int, length: int) -> bool:
     return size < length + LANES and (size > LANES or length < 4 * LANES)
-
-
-def _segments(operands: Operands, rules: Rules, sizes: _Sizes) -> tuple[jax.Array, jax.Array] | None:
-    """Return ids of queries and keys that hide other segments, positions behind lengths, and the padding."""
-    padding = sizes.padded_keys > sizes.keys and rules.right != 0  # causal attention does not reach it
-    given = operands[5:9]
-    if not padding and all(x is None for x in given):
-        return None
-    batch = operands.query.shape[0]
-    query_ids, key_ids, query_lengths, key_lengths = given
-    return (
-        _ids(query_ids, query_lengths, (batch, sizes.queries), sizes.padded_queries, HIDDEN_QUERY, operands.query),
-        _ids(key_ids, key_lengths, (batch, sizes.keys), sizes.padded_keys, HIDDEN_KEY, operands.query),
-    )
-
-
-def _ids(ids: Any, lengths: Any, shape: tuple[int, int], padded: int, hidden: int, like: jax.Array) -> jax.Array:
-    found = hidden_past(ids, lengths, shape, hidden)
-    found = jnp.pad(found, ((0, 0), (0, padded - shape[1])), constant_values=hidden)
-    return unify_varying((found, like))[0]
-
-
-def _without_rest(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """Return an array with zeros behind the lengths: a weight of zero does not cancel a NaN."""
-    if lengths is None:
-        return x
-    inside = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
-    return jnp.where(inside[:, :, None, None], x, 0)
-
-
-def _heads_first(x: jax.Array, length: int) -> jax.Array:
-    padded = jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
-    return jnp.swapaxes(padded, 1, 2)
-
-
-def _heads_last(x: jax.Array) -> jax.Array:
-    return jnp.swapaxes(x, 1, 2)

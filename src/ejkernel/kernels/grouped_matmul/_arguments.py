@@ -8,7 +8,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._options import canonical_precision, wrong_array
+from ejkernel.kernels._options import canonical_float, canonical_precision, wrong_array
 from ejkernel.ops.core.sharding.split import CallPart
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.scalars import given_text
@@ -139,16 +139,8 @@ def groups_of_part(part: CallPart, groups: Groups) -> Groups:
 
 def canonical_dtype(preferred: Any, dtype: Any) -> str | None:
     """Return the name of the requested dtype; `None` if it is the dtype of the operands."""
-    if preferred is None:
-        return None
-    try:
-        # Unless JAX enables 64-bit types, float64 means float32; equal calls need one key.
-        wanted = jax.dtypes.canonicalize_dtype(preferred)
-    except TypeError as error:
-        raise ArgumentError(f"preferred_element_type must be a dtype or None, got {preferred!r}.") from error
-    if not jnp.issubdtype(wanted, jnp.floating):
-        raise ArgumentError(f"preferred_element_type must be a floating-point dtype, got {wanted}.")
-    return None if wanted == dtype else str(wanted)
+    wanted = canonical_float("preferred_element_type", preferred)
+    return None if wanted == str(dtype) else wanted
 
 
 def said_options(dtype: Any, *, preferred_element_type: Any, precision: Any, **others: Any) -> dict[str, Any]:

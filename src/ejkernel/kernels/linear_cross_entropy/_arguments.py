@@ -7,12 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels._numbers import is_integer, is_number
-from ejkernel.kernels._options import canonical_flag, canonical_precision, positive, wrong_array
+from ejkernel.kernels._options import canonical_flag, canonical_float, canonical_precision, positive, wrong_array
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.values.scalars import given_text
@@ -106,7 +105,7 @@ def canonical_options(
         "z_loss": nonnegative("z_loss", z_loss),
         "logits_soft_cap": positive("logits_soft_cap", logits_soft_cap),
         "logits_scale": None if scale == 1 else scale,
-        "accumulation_dtype": canonical_accumulation(accumulation_dtype),
+        "accumulation_dtype": canonical_float("accumulation_dtype", accumulation_dtype),
         "precision": canonical_precision(precision),
         "memory_limit": canonical_limit(memory_limit),
     }
@@ -127,19 +126,6 @@ def fraction(name: str, value: Any) -> float:
     if not is_number(value) or not 0 <= value <= 1:
         raise ArgumentError(f"{name} must be a number from 0 to 1, got {given_text(value)}.")
     return float(value)
-
-
-def canonical_accumulation(value: Any) -> str | None:
-    """Return the name of a dtype of sums."""
-    if value is None:
-        return None
-    try:
-        found = jax.dtypes.canonicalize_dtype(value)
-    except TypeError as error:
-        raise ArgumentError(f"accumulation_dtype must be a dtype or None, got {value!r}.") from error
-    if not jnp.issubdtype(found, jnp.floating):
-        raise ArgumentError(f"accumulation_dtype must be a floating-point dtype, got {found}; pass e.g. float32.")
-    return str(found)
 
 
 def canonical_limit(value: Any) -> int | None:

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jax.experimental import pallas as pl
-
 from ejkernel.kernels._hopper.backend import Backend
+from ejkernel.kernels._hopper.blocks import columns_from
 from ejkernel.kernels._hopper.columns import Columns
 from ejkernel.kernels._hopper.device import remainder
 from ejkernel.kernels._hopper.launch import plgpu
@@ -196,10 +195,7 @@ class ForwardMemory(NamedTuple):
     def _part(self, array: Any, at: tuple[Any, ...], piece: Piece) -> Any:
         if not self.plan.pieced:
             return array.at[at]
-        start, width = piece.columns
-        if start + width > array.shape[-1]:  # Pallas refuses constants that are out of bounds
-            start = at[0] * 0 + start
-        return array.at[(*at, pl.ds(start, width))]
+        return array.at[(*at, columns_from(array, *piece.columns))]
 
     def by_key(self) -> list[tuple[Any, Any]]:
         """Return the arrays with one element per key that are copied beside the keys, with their buffers."""

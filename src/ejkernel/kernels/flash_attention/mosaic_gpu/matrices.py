@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax.experimental import pallas as pl
-
 from ejkernel.kernels._hopper.backend import Backend
-from ejkernel.kernels._hopper.launch import plgpu, swizzled, tiled
+from ejkernel.kernels._hopper.blocks import columns_from, tiles_and_rows
+from ejkernel.kernels._hopper.launch import plgpu, tiled
 
 from .backward_plan import Buffer
 
@@ -36,7 +35,7 @@ class Matrices:
         if not self.pieced:
             return tiled(buffer.shape, dtype, buffer.swizzle)
         shape = (self.count(buffer), *buffer.shape[:-1], _width(buffer))
-        return self.backend.aliased(tiled(shape, dtype, buffer.swizzle), swizzled(shape, dtype, buffer.swizzle))
+        return tiles_and_rows(self.backend, shape, dtype, buffer.swizzle)
 
     def tiles(self, buffer: Any, *at: Any) -> list[Any]:
         """Return the pieces of a matrix, as products and assignments take them."""
@@ -59,14 +58,10 @@ class Matrices:
         """Return the part of the array of each piece, and the piece as copies take it."""
         if not self.pieced:
             return [(array.at[rows], buffer.at[at])]
-        pieces, parts = self.backend.views(buffer, 2)[1], []
+        pieces = self.backend.views(buffer, 2)[1]
         count, width = pieces.shape[0], pieces.shape[-1]
-        for piece in range(count):
-            start: Any = piece * width
-            if start + width > array.shape[-1]:  # Pallas refuses constants out of bounds
-                start = rows[0] * 0 + start
-            parts.append((array.at[(*rows, pl.ds(start, width))], pieces.at[(piece, *at)]))
-        return parts
+        columns = [columns_from(array, piece * width, width) for piece in range(count)]
+        return [(array.at[(*rows, own)], pieces.at[(piece, *at)]) for piece, own in enumerate(columns)]
 
     def assign(self, buffer: Any, at: tuple[Any, ...], value: Any) -> None:
         """Store a matrix in shared memory."""

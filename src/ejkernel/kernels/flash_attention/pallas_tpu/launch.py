@@ -11,15 +11,13 @@ import jax.numpy as jnp
 from ejkernel import compat
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels._vector_memory import Parts, memory_to_pass, up
+from ejkernel.kernels.flash_attention._tpu import heads_first, heads_last, segment_ids, without_rest
 from ejkernel.kernels.flash_attention.common import (
     EMPTY_ROW_LSE,
-    HIDDEN_KEY,
-    HIDDEN_QUERY,
     Gradients,
     Operands,
     Residuals,
     Rules,
-    hidden_past,
 )
 
 from . import backward as backward_kernels
@@ -93,7 +91,7 @@ def forward(
         )
 
     out, *lse = compat.launches.unchecked(run, operands.query)
-    out = _heads_last(out, lengths.queries)
+    out = heads_last(out, lengths.queries)
     return out, lse[0][:, :, 0, : lengths.queries] if lse else None
 
 
@@ -130,8 +128,8 @@ def backward(
 
     *dquery, dkey, dvalue = compat.launches.unchecked(run, operands.query)
     found = dquery[0] if params.query is None else _gradient_of_query(operands, rows, rules, params.query)
-    dkey, dvalue = (_heads_last(x, lengths.keys) for x in (dkey, dvalue))
-    return _heads_last(found, lengths.queries), dkey, dvalue, None
+    dkey, dvalue = (heads_last(x, lengths.keys) for x in (dkey, dvalue))
+    return heads_last(found, lengths.queries), dkey, dvalue, None
 
 
 def _gradient_of_query(operands: Operands, rows: tuple[Any, ...], rules: Rules, params: ForwardParams) -> Any:
@@ -161,11 +159,11 @@ def _dims(operands: Operands) -> memory.Dims:
 
 
 def _arrays(operands: Operands, padded: Lengths) -> tuple[Any, ...]:
-    key, value = (_without_rest(x, operands.key_lengths) for x in (operands.key, operands.value))
+    key, value = (without_rest(x, operands.key_lengths) for x in (operands.key, operands.value))
     return (
-        _heads_first(operands.query, padded.queries),
-        _heads_first(key, padded.keys),
-        _heads_first(value, padded.keys),
+        heads_first(operands.query, padded.queries),
+        heads_first(key, padded.keys),
+        heads_first(value, padded.keys),
     )
 
 
@@ -174,42 +172,12 @@ def _rows(rows: tuple[Any, ...], padded: Lengths) -> tuple[Any, ...]:
     lse, dout, delta = rows
     more = ((0, 0), (0, 0), (0, padded.queries - lse.shape[2]))
     lse = jnp.pad(lse * LOG2E, more, constant_values=EMPTY_ROW_LSE)
-    return _heads_first(dout, padded.queries), lse[:, :, None], jnp.pad(delta, more)[:, :, None]
+    return heads_first(dout, padded.queries), lse[:, :, None], jnp.pad(delta, more)[:, :, None]
 
 
-def _ids(operands: Operands, rules: Rules, padded: Lengths) -> tuple[Any, Any] | None:
-    """Return ids of queries and keys that hide other segments, positions behind lengths, and the padding."""
-    queries, keys = _lengths(operands)
-    padding = padded.keys > keys and rules.right != 0  # causal attention does not reach it
-    query_ids, key_ids, query_lengths, key_lengths = operands[5:9]
-    if not padding and all(x is None for x in operands[5:9]):
-        return None
-    batch = operands.query.shape[0]
-    return (
-        _hidden_behind(query_ids, query_lengths, (batch, queries), padded.queries, HIDDEN_QUERY, operands.query),
-        _hidden_behind(key_ids, key_lengths, (batch, keys), padded.keys, HIDDEN_KEY, operands.query),
+def _ids(operands: Operands, rules: Rules, padded: Lengths) -> tuple[jax.Array, jax.Array] | None:
+    """Return `segment_ids` as the kernels take them: as rows."""
+    found: tuple[jax.Array, jax.Array] | None = jax.tree.map(
+        lambda ids: ids[:, None], segment_ids(operands, rules, padded)
     )
-
-
-def _hidden_behind(
-    ids: Any, lengths: Any, shape: tuple[int, int], padded: int, hidden: int, like: jax.Array
-) -> jax.Array:
-    found = hidden_past(ids, lengths, shape, hidden)
-    found = jnp.pad(found, ((0, 0), (0, padded - shape[1])), constant_values=hidden)
-    return unify_varying((found, like))[0][:, None]
-
-
-def _without_rest(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """Return an array with zeros behind the lengths: a weight of zero does not cancel a NaN."""
-    if lengths is None:
-        return x
-    inside = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
-    return jnp.where(inside[:, :, None, None], x, 0)
-
-
-def _heads_first(x: jax.Array, length: int) -> jax.Array:
-    return jnp.swapaxes(jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0))), 1, 2)
-
-
-def _heads_last(x: jax.Array, length: int) -> jax.Array:
-    return jnp.swapaxes(x[:, :, :length], 1, 2)
+    return found

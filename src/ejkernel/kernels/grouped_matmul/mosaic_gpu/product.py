@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel import compat
 from ejkernel.kernels._hopper.backend import Backend, backend_for
+from ejkernel.kernels._hopper.blocks import tiles_and_rows
 from ejkernel.kernels._hopper.launch import CLUSTER, PROGRAM, WARPGROUP, dispatch_warpgroup, plgpu, swizzled, tiled
 from ejkernel.kernels._hopper.pipeline import producer_tail
 from ejkernel.kernels._hopper.products import multiply_stages
@@ -89,7 +90,7 @@ class ProductKernel:
         plan = self.plan
         pieces = (WARPGROUPS, plan.out_slots, plan.part_rows, plan.piece_columns)
         # Copies of rows use the swizzled views: only these may start at any row.
-        lhs = self.backend.aliased(tiled(lhs_shape(plan), plan.dtype), swizzled(lhs_shape(plan), plan.dtype))
+        lhs = tiles_and_rows(self.backend, lhs_shape(plan), plan.dtype)
         plain = plgpu.SMEM(pieces, jnp.dtype(plan.out_dtype))
         out = self.backend.aliased(tiled(pieces, plan.out_dtype), swizzled(pieces, plan.out_dtype), plain)
         tiles = TileRing.types(len(ProductTile._fields), consumers=WARPGROUPS)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import Backend, backend_for
-from ejkernel.kernels._hopper.blocks import Blocks, multiply
+from ejkernel.kernels._hopper.blocks import Blocks, multiply, tiles_and_rows
 from ejkernel.kernels._hopper.epilogue import across, load_rows, numbered, piece_of, store_piece
 from ejkernel.kernels._hopper.launch import (
     CLUSTER,
@@ -26,8 +26,6 @@ from ejkernel.kernels._hopper.launch import (
     dispatch_warpgroup,
     launch,
     plgpu,
-    swizzled,
-    tiled,
     unsliced,
 )
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
@@ -126,7 +124,7 @@ class HeadKernel:
     def memory_types(self) -> HeadMemory:
         """Return the types of shared memory and barriers."""
         plan, shape = self.plan, (WARPGROUPS, self.plan.out_slots, ROWS, PIECE)
-        out = self.backend.aliased(tiled(shape, DTYPE), swizzled(shape, DTYPE)) if plan.has_matrix else None
+        out = tiles_and_rows(self.backend, shape, DTYPE) if plan.has_matrix else None
         copies = WARPGROUPS * self.lhs.pieces + self.rhs.pieces
         pipeline = Pipeline.types(plan.stages, consumers=WARPGROUPS, copies=copies, cluster=plan.cluster)
         lag = Lag.barrier_type() if plan.lag else None

@@ -128,8 +128,12 @@ class PaddedHead:
 
     @property
     def own_columns(self) -> int:
-        """The number of columns of the weight's gradient for some rows; those of `[d, V]` end as TMA stores them."""
-        return self.call.columns if self.call.transpose_weight else self.columns
+        """The number of columns of the weight's gradient for some rows; those of `[d, V]` end as TMA stores them.
+
+        Where XLA adds the gradients of chunks, it would have to crop the exponentials of each, so the sum is cropped.
+        """
+        by_kernel = self.params.chunk is None or may_overwrite(self.weight)
+        return self.call.columns if self.call.transpose_weight and by_kernel else self.columns
 
     def owns(self, labels: jax.Array) -> jax.Array:
         """Return which labels are columns."""
@@ -210,12 +214,8 @@ class PaddedHead:
         return self._run(plan, rows, first, *map(_for_tiles, numbers))[0]
 
     def add_product(self, total: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
-        """Return `total + left.T @ right` in the memory of `total`, or by XLA.
-
-        Columns of the operands past those of the sum are left out.
-        """
+        """Return `total + left.T @ right` in the memory of `total`, or by XLA; see `sums.add_product`."""
         if not may_overwrite(total, left, right):
-            left, right = (x[:, :size] for x, size in zip((left, right), total.shape, strict=True))
             return total + jnp.dot(left.T, right, preferred_element_type=total.dtype)
         from . import sums
 

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import Backend, backend_for
-from ejkernel.kernels._hopper.blocks import Blocks, multiply
+from ejkernel.kernels._hopper.blocks import Blocks, multiply, tiles_and_rows
 from ejkernel.kernels._hopper.epilogue import store_piece
 from ejkernel.kernels._hopper.launch import (
     PROGRAM,
@@ -28,8 +28,6 @@ from ejkernel.kernels._hopper.launch import (
     dispatch_warpgroup,
     launch,
     plgpu,
-    swizzled,
-    tiled,
     unsliced,
 )
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
@@ -122,7 +120,7 @@ class SumKernel:
         return SumMemory(
             self.lhs.type(plan.dtype),
             self.rhs.type(plan.dtype),
-            self.backend.aliased(tiled(shape, plan.sum_dtype), swizzled(shape, plan.sum_dtype)),
+            tiles_and_rows(self.backend, shape, plan.sum_dtype),
             Pipeline.types(STAGES, consumers=WARPGROUPS, copies=copies),
         )
 

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel import compat
 from ejkernel.kernels._hopper.backend import Backend, backend_for
+from ejkernel.kernels._hopper.blocks import columns_from, tiles_and_rows
 from ejkernel.kernels._hopper.device import quotient, remainder
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu
 from ejkernel.kernels._hopper.pipeline import producer_tail
@@ -38,9 +39,7 @@ from .memory import (
     Work,
     across,
     cache_row,
-    columns_from,
     item_of,
-    piece_types,
 )
 from .plan import PIECE, LaunchPlan
 from .shares import Shares, SumInputs, summed, when_begun_here
@@ -144,7 +143,7 @@ class _Kernel:
                 pl.ds(token * plan.group_rows, plan.group_rows),
             )
             for piece in range(plan.pieces):
-                columns = columns_from(self.inputs.q, piece * PIECE, PIECE, item.token)
+                columns = columns_from(self.inputs.q, piece * PIECE, PIECE)
                 source = self.inputs.q.at[at, heads, columns]
                 plgpu.copy_gmem_to_smem(source, self.q_rows.at[slot, piece, rows], pipeline.full.at[slot])
         low, high = self.work.span(item)
@@ -173,7 +172,7 @@ class _Kernel:
             yield cache.at[rows, item.head], self.blocks.at[stage, keys]
             return
         for kind, unit in itertools.product(range(2), range(plan.units)):
-            columns = columns_from(cache, unit * plan.unit, plan.unit, stage)
+            columns = columns_from(cache, unit * plan.unit, plan.unit)
             yield cache.at[rows, 2 * item.head + kind, columns], self.blocks.at[stage, kind * plan.units + unit, keys]
 
     # Consumer.
@@ -354,7 +353,7 @@ def run_sums(plan: LaunchPlan, given: SumInputs, interpret: Any = None) -> None:
         [jax.ShapeDtypeStruct((1,), jnp.int32)],  # a kernel needs its own result
         name="paged_attention_sums",
         programs=plan.programs * plan.pieces,
-        memory=piece_types(kernel.backend, (1, plan.rows), plan.dtype),
+        memory=tiles_and_rows(kernel.backend, (1, plan.rows, PIECE), plan.dtype),
         interpret=interpret,
     )
 

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel import compat
 from ejkernel.kernels._hopper.backend import Backend
+from ejkernel.kernels._hopper.blocks import columns_from, tiles_and_rows
 from ejkernel.kernels._hopper.device import quotient, remainder
 from ejkernel.kernels._hopper.launch import plgpu, swizzled, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline
@@ -163,24 +164,6 @@ def cache_row(pages: int, page_size: int, size: int, table: Any, sequence: Any, 
     return row + remainder(key, page_size) if page_size > size else row
 
 
-def piece_types(backend: Backend, shape: tuple[int, ...], dtype: str) -> Any:
-    """Return shared memory in pieces of columns, with a view for products and one for copies."""
-    return backend.aliased(tiled((*shape, PIECE), dtype), swizzled((*shape, PIECE), dtype))
-
-
-def columns_from(array: Any, start: Any, size: int, number: Any) -> Any:
-    """Return a slice of an array's columns; copies fill those past the end with zeros, or leave them out.
-
-    Args:
-        array: The array.
-        start: The first column.
-        size: How many columns.
-        number: Any number that the kernel computes: Pallas refuses constants that are out of bounds.
-    """
-    is_inside = not isinstance(start, int) or start + size <= array.shape[-1]
-    return pl.ds(start if is_inside else number * 0 + start, size)
-
-
 def across(by_row: Any, shape: tuple[int, ...]) -> Any:
     """Return one number per row of a tile, broadcast along the products' first axis."""
     return lax.broadcast_in_dim(by_row, shape, [1])
@@ -194,7 +177,7 @@ class TileStore:
         backend: Where it runs.
         factors: The arrays `sinks` and `v_scale`.
         outputs: The results.
-        buffer: A `piece_types` buffer `[pieces, rows, PIECE]`.
+        buffer: A `tiles_and_rows` buffer `[pieces, rows, PIECE]`.
     """
 
     def __init__(
@@ -237,7 +220,7 @@ class TileStore:
         group, out = self.plan.group, self.outputs.out
         for piece, start in enumerate(starts):
             source = self.rows.at[piece, pl.ds(token * self.plan.group_rows, group)]
-            heads, columns = pl.ds(item.head * group, group), columns_from(out, start, PIECE, item.token)
+            heads, columns = pl.ds(item.head * group, group), columns_from(out, start, PIECE)
             plgpu.copy_smem_to_gmem(source, out.at[item.token + token, heads, columns])
 
 
@@ -267,10 +250,10 @@ class Buffers(NamedTuple):
     def types(cls, plan: LaunchPlan, backend: Backend) -> Buffers:
         """Return the types of the buffers."""
         return cls(
-            q=piece_types(backend, (plan.query_buffers, plan.pieces, plan.rows), plan.product_dtype),
+            q=tiles_and_rows(backend, (plan.query_buffers, plan.pieces, plan.rows, PIECE), plan.product_dtype),
             cache=_cache_types(plan, backend),
             weights=tiled((plan.rows, BLOCK), plan.product_dtype),
-            out=piece_types(backend, (plan.pieces, plan.rows), plan.dtype),
+            out=tiles_and_rows(backend, (plan.pieces, plan.rows, PIECE), plan.dtype),
         )
 
 

@@ -20,8 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import backend_for
+from ejkernel.kernels._hopper.blocks import tiles_and_rows
 from ejkernel.kernels._hopper.device import wrapped
-from ejkernel.kernels._hopper.launch import plgpu, swizzled, tiled
+from ejkernel.kernels._hopper.launch import plgpu, tiled
 from ejkernel.kernels._hopper.tile_shapes import WARPGROUPS
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.tiles import lhs_shape, pipeline_types, run_kernel
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.wgrad import WgradKernel, WgradTile
@@ -52,11 +53,11 @@ class QuantizedWgradKernel(ScaledSums, WgradKernel):
 
     def memory_types(self) -> Any:
         """See `WgradKernel`; copies use the swizzled views, since an operand may have any number of columns."""
-        plan, aliased = self.plan, self.backend.aliased
+        plan, backend = self.plan, self.backend
         rhs = (plan.stages, plan.tile_columns, STEP)
         return QuantizedMemory(
-            aliased(tiled(lhs_shape(plan), plan.dtype), swizzled(lhs_shape(plan), plan.dtype)),
-            aliased(tiled(rhs, plan.rhs_dtype), swizzled(rhs, plan.rhs_dtype)),
+            tiles_and_rows(backend, lhs_shape(plan), plan.dtype),
+            tiles_and_rows(backend, rhs, plan.rhs_dtype),
             tiled((WARPGROUPS, plan.out_slots, plan.part_rows, plan.piece_columns), plan.out_dtype),
             pipeline_types(plan),
             *(plgpu.SMEM(shape, jnp.float32) for shape in (plan.row_scales, plan.column_scales)),

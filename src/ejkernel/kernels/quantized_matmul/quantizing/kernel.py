@@ -19,7 +19,8 @@ from jax.experimental import pallas as pl
 
 from ejkernel import compat
 from ejkernel.kernels._hopper.backend import Backend, backend_for
-from ejkernel.kernels._hopper.launch import PROGRAM, launch, plgpu, swizzled, tiled
+from ejkernel.kernels._hopper.blocks import tiles_and_rows
+from ejkernel.kernels._hopper.launch import PROGRAM, launch, plgpu
 from ejkernel.kernels.quantized_matmul.quantized import LARGEST
 
 from .common import BLOCK
@@ -76,12 +77,12 @@ class QuantizingKernel:
         A tile has two halves of its columns, each one swizzle wide. Copies use views without tiles: these may start at
         any row, and an array may have any size.
         """
-        plan, aliased = self.plan, self.backend.aliased
+        plan, backend = self.plan, self.backend
         tiles, out = (plan.slots, 2, BLOCK, HALF), (plan.copies, HALF, BLOCK)
         return QuantizingMemory(
-            aliased(tiled(tiles, plan.dtype), swizzled(tiles, plan.dtype)),
+            tiles_and_rows(backend, tiles, plan.dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=plan.slots),
-            aliased(tiled(out, plan.values), swizzled(out, plan.values)),
+            tiles_and_rows(backend, out, plan.values),
             plgpu.SMEM((BLOCK,), jnp.float32),
         )
 

@@ -73,12 +73,7 @@ class QuantizedRowKernel(LongRowKernel):
         return full, [source, *others[: plan.sources - 1], result, *others[plan.sources :]], sums
 
     def _forward(self, at: Any, read: Sequence[Any], written: Sequence[Any]) -> None:
-        formula, row = self.plan.formula, read[0]
-        if formula.residual:
-            # Rounded first: the rows to normalise are the sums that the kernel returns, as in plain JAX.
-            row = written[1]
-            for part in self.parts:
-                self.store(row, part, self.load(read[0], part) + self.load(read[1], part))
+        formula, row = self.plan.formula, self._to_normalise(read, written)
         scale = lax.rsqrt(self.mean(lambda part: self.load(row, part) * self.load(row, part)) + formula.eps)
         for part in self.parts:
             self._quantize(self._weighted(self._load(row, part) * scale, part), at, written[0], part)
