@@ -39,11 +39,15 @@ class SavedCalls:
 
     def has_entry(self, inv: Invocation[Any, Any]) -> bool:
         """Return whether a call has a saved configuration that it uses."""
-        return self.in_force(inv) is not None
+        return any(action == "use" for _, action in self._entries(inv))
 
     def in_force(self, inv: Invocation[Any, Any]) -> tuple[Any, StoredEntry] | None:
         """Return the saved configuration that a call uses, with its entry."""
-        return next(((config, entry) for config, entry, action in self._entries(inv) if action == "use"), None)
+        kernel = kernel_of(inv)
+        for config, entry in self._cache.on_disk().found(inv.key, config_type_of(inv, kernel)):
+            if standing(self.chain.policy.stale, entry, kernel, inv)[0] == "use":
+                return None if why_not_run(kernel, inv, config) else (config, entry)
+        return None
 
     def is_own(self, entry: StoredEntry) -> bool:
         """Return whether an entry is in the own folder of the cache rather than in a layer."""
@@ -52,10 +56,10 @@ class SavedCalls:
 
     def is_tuned(self, inv: Invocation[Any, Any]) -> bool:
         """Return whether the search of a call is complete; a partial search continues."""
-        found = self.in_force(inv)
-        if found is None:
+        entry = next((entry for entry, action in self._entries(inv) if action == "use"), None)
+        if entry is None:
             return False
-        progress = SearchProgress.stored_in(found[1].measured)
+        progress = SearchProgress.stored_in(entry.measured)
         return progress is None or progress.state.is_finished
 
     def are_tuned(self, calls: Sequence[SharedCall]) -> bool:
@@ -75,7 +79,7 @@ class SavedCalls:
         A finished search is not enough: its entry may have been removed, or the call may share its configuration with
         other calls now, so that all of them must be tuned together.
         """
-        actions = [action for *_, action in self._entries(inv)]
+        actions = [action for _, action in self._entries(inv)]
         if actions and "use" not in actions:
             return "stale"
         progress = self.chain.store.progress(inv.key)
@@ -115,15 +119,15 @@ class SavedCalls:
                 f"again, for up to {again} s per call. A less busy machine helps more."
             )
 
-    def _entries(self, inv: Invocation[Any, Any]) -> Iterator[tuple[Any, StoredEntry, Action]]:
-        """Yield the readable configurations of a call, each with its entry and its action: `refuse` if it fails.
+    def _entries(self, inv: Invocation[Any, Any]) -> Iterator[tuple[StoredEntry, Action]]:
+        """Yield the readable entries of a call, each with its action under the stale policy, or `refuse` if it fails.
 
         An entry that could not be written is none: it ends with this process.
         """
         kernel = kernel_of(inv)
         for config, entry in self._cache.on_disk().found(inv.key, config_type_of(inv, kernel)):
             fails = why_not_run(kernel, inv, config)
-            yield config, entry, "refuse" if fails else standing(self.chain.policy.stale, entry, kernel, inv)[0]
+            yield entry, "refuse" if fails else standing(self.chain.policy.stale, entry, kernel, inv)[0]
 
     def _measured(self, inv: Invocation[Any, Any]) -> dict[str, Any]:
         entry = self._cache.load(inv.key)

@@ -54,6 +54,12 @@ class SmallDouble(Double):
     sizes = range(1, 4)
 
 
+class Rounded(Double):
+    def config_space(self, inv):
+        axes = {"rows": self.sizes, "columns": self.sizes}
+        return ConfigSpace(axes, build=lambda rows, columns: Tile(rows // 2 + 1, columns // 2 + 1))
+
+
 def seconds(tile):
     """A bowl with its bottom at 8 x 5."""
     return 1.0 + 0.05 * (tile.rows - 8) ** 2 + 0.05 * (tile.columns - 5) ** 2
@@ -94,8 +100,9 @@ def test_the_heuristic_comes_first_and_runs_in_the_final_race(races):
     assert len(finalists) <= 8
 
 
-def test_no_candidate_is_measured_twice_before_the_final_race(races):
-    search(Double("double"), max_candidates=40)
+@pytest.mark.parametrize("kernel", [Double, Rounded], ids=["", "points share configurations"])
+def test_no_candidate_is_measured_twice_before_the_final_race(races, kernel):
+    search(kernel("double"), max_candidates=40)
     screened = [config for _, configs in races[:-2] for config in configs if config != Tile(1, 1)]
     assert len(screened) == len(set(screened))
 

@@ -29,7 +29,7 @@ from .schedule import duration, longest_share
 _KV_BLOCKS = (64, 80, 96, 128, 160)
 _NARROW_WINDOW, _SHORT_WINDOW, _SHORTEST_WINDOW = 512, 128, 64  # keys
 _CAPPED_WITH_POLYNOMIALS = 128  # largest head dimension
-_SHORT_LOOPS = 640  # queries: the output has its own buffer, so that the next tile's queries need not wait for it
+_SHORT_LOOPS = 640  # queries and keys
 _FEW_SHARED_TILES, _FEW_ROUNDS = 3, 6  # tiles for each block of threads
 _WIDTHS_WITH_BIAS = {32: {64: 1.06}, 48: {64: 1.1, 96: 1.1}, 64: {64: 1.13, 96: 1.1}}  # times of a key, 128: 1
 _FEW_QUERIES, _MANY_QUERIES = 512, 1536
@@ -68,7 +68,7 @@ def heuristic(call: AttentionCall) -> ForwardParams:
         preferred = dataclasses.replace(preferred, warpgroups=1, ping_pong=False, pack_heads=False)
     for params in _fallbacks(preferred):
         if params_fault(call, params) is None:
-            return _with_even_shares(call, _with_polynomials(call, params))
+            return _in_order(call, _with_polynomials(call, params))
     raise ConfigError(f"no launch parameters fit {call}; use 'xla'.")
 
 
@@ -97,7 +97,7 @@ def _with_polynomials(call: AttentionCall, params: ForwardParams) -> ForwardPara
 
 
 def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
-    """Return the search space of a supported `call`."""
+    """Return the search space of a supported `call`; launches that deal by length have one order of heads."""
 
     def memory(kv_block: int, stages: int, warpgroups: int, share_buffer: bool, query_buffers: int) -> bool:
         plan = forward_plan(
@@ -122,6 +122,10 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
         plan = forward_plan(call, ForwardParams(pack_heads=pack_heads, warpgroups=warpgroups))
         return packing_fault(plan, call) is None
 
+    def order(heads_first: bool, persistent: bool, pack_heads: bool, warpgroups: int) -> bool:
+        params = ForwardParams(persistent=persistent, pack_heads=pack_heads, warpgroups=warpgroups)
+        return not (heads_first and forward_plan(call, params).deals_by_length)
+
     either = (False, True)
     # The heuristic is in the space, even if it is a fallback.
     few = heuristic(call)
@@ -139,7 +143,7 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
             "fma_columns": tuple({few.fma_columns: None, 0: None}),
             "align_keys": either if _has_unaligned_rows(call) else (False,),
         },
-        constraints=(memory, registers, packing, _persistence, _several),
+        constraints=(memory, registers, packing, order, _persistence, _several),
         build=ForwardParams,
     )
 
@@ -205,9 +209,9 @@ def _preferred(call: AttentionCall, *, aligned: bool) -> ForwardParams:
 
 def _preferred_for_segments(call: AttentionCall, *, packs: bool) -> ForwardParams:
     """Return a persistent launch, which deals tiles by length, unless blocks of threads would have few tiles each."""
-    # 16 of 20 forwards with 2 to 40 segments took up to 15 % less than with the better of the former rules, which did
-    # not know the lengths; one took 4 % more: 155 us instead of 149 at D64. With two tiles for each block of threads
-    # 114 instead of 109.
+    # 15 of 18 forwards with 2 to 40 segments took 3 to 15 % less than by the former rules, which did not know the
+    # lengths; one took 4 % more: 155 us instead of 149 at D64. With two tiles for each block of threads 114 instead of
+    # 109.
     params = ForwardParams(pack_heads=packs)
     if _has_few_tiles_each(call, params):
         return params
@@ -218,12 +222,14 @@ def _has_few_tiles_each(call: AttentionCall, params: ForwardParams) -> bool:
     return forward_plan(call, params).tiles <= _FEW_SHARED_TILES * MULTIPROCESSORS
 
 
-def _with_even_shares(call: AttentionCall, params: ForwardParams) -> ForwardParams:
+def _in_order(call: AttentionCall, params: ForwardParams) -> ForwardParams:
     """Return the parameters, with the tiles of all heads by rows where those of one head at a time divide unevenly."""
+    if forward_plan(call, params).deals_by_length:  # in one order for both
+        return dataclasses.replace(params, heads_first=False)
     # Under a causal mask with up to six tiles for each block of threads, the estimated gain is within 2 % of the
     # measured one in 13 forwards at D64 to D256: 2 to 8 % in 12 of them. With eight or more tiles, where it says 2 to
     # 4 %, two took 0 and 3 % longer: the tiles of more heads at once share less of the cache.
-    usual = params.persistent and params.heads_first and not call.segments
+    usual = params.persistent and params.heads_first
     if not usual or call.rules.right is None or call.rules.left is not None:
         return params
     one_head, all_heads = (
@@ -274,7 +280,7 @@ def _preferred_full(call: AttentionCall, *, narrow: bool, packs: bool) -> Forwar
         # 310 queries are five parts of 64 rows, and three tiles of 128: packed heads took 266 us instead of 296.
         packs = packs and call.attention_mask is None and -(-call.query[1] // ROWS) in _FEW_ODD_PARTS
         # Of few queries: 115.3 us instead of 117.7 for 512 at D128, 66.7 instead of 68.4 for 384.
-        return dataclasses.replace(full, pack_heads=packs, share_buffer=call.query[1] > _SHORT_LOOPS)
+        return _with_output_buffer(call, dataclasses.replace(full, pack_heads=packs))
     three = dataclasses.replace(full, warpgroups=3, share_buffer=False)
     # With tiles of 192 rows, half of the blocks of threads had two of 192 tiles: 18 us, and 14 us with 256 smaller
     # ones. 512 queries with lengths: 26.6 us instead of 30.1 with three tiles for each head; but 930: 116 instead of
@@ -440,15 +446,23 @@ def _preferred_causal(call: AttentionCall, *, narrow: bool) -> ForwardParams:
         # Up to 512 queries: 96 us instead of 99 at D128, 71 instead of 74 at D112; but 83 instead of 83 at D96, and
         # with shared keys 171 instead of 169.
         few = call.query[1] <= _FEW_QUERIES and call.query[3] > 96 and call.query[2] == call.key[2]
-        params = dataclasses.replace(params, share_buffer=call.query[1] > _SHORT_LOOPS)
-        return dataclasses.replace(params, kv_block=64, stages=3) if few else params
+        return _with_output_buffer(call, dataclasses.replace(params, kv_block=64, stages=3) if few else params)
     large = dataclasses.replace(params, warpgroups=3)
     sizes = (params, dataclasses.replace(large, kv_block=64, stages=3), large)
     params = min(sizes, key=lambda params: duration(forward_plan(call, params)))
     # Of seven calls with 33 to 64 columns 2 to 10 % faster, e.g. 48.2 us instead of 52.5 for 256 queries at D64. But 60
     # instead of 58 at D32, and with tiles of 192 rows as fast.
-    short = call.query[1] <= _SHORT_LOOPS and call.query[3] > 32 and params.warpgroups < 3
-    return dataclasses.replace(params, share_buffer=not short)
+    return params if call.query[3] <= 32 or params.warpgroups > 2 else _with_output_buffer(call, params)
+
+
+def _with_output_buffer(call: AttentionCall, params: ForwardParams) -> ForwardParams:
+    """Return the parameters; of a short call, the output has its own buffer if there is room beside all others.
+
+    The queries of the next tile then need not wait until the output is stored.
+    """
+    alone = dataclasses.replace(params, share_buffer=False)
+    short = max(call.query[1], call.key[1]) <= _SHORT_LOOPS
+    return alone if short and params_fault(call, alone) is None else params
 
 
 def _fallbacks(params: ForwardParams) -> Iterator[ForwardParams]:

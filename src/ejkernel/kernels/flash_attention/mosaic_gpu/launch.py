@@ -76,9 +76,11 @@ def forward(operands: Operands, rules: Rules, params: ForwardParams, *, interpre
     if params.align_keys:
         key, value = _pad_axis(key, 3, 16), _pad_axis(value, 3, 16)
     extras = _extras(operands if late is None else operands._replace(sinks=None), plan)
-    dealt: dict[str, Any] = {"schedule": None if plan.deals_by_length else schedule(plan)}
+    dealt: dict[str, Any]
     if plan.deals_by_length:
-        dealt["order"] = order_by_length(plan, extras.get("table"), extras.get("key_lengths"))
+        dealt = {"order": order_by_length(plan, extras.get("table"), extras.get("key_lengths"))}
+    else:
+        dealt = {"schedule": schedule(plan)}
     inputs = ForwardInputs(query, key, value, **dealt, **extras)
     (out, lse), _ = unify_varying((launch(plan, inputs, types, interpret), operands))
     out, lse = _with_row_terms(out[..., : operands.value.shape[3]], lse[..., : plan.queries], *row_terms)
@@ -122,7 +124,7 @@ def _with_row_terms(
 
 
 def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
-    """Return all `ForwardInputs` except query, key, value and schedule, by name."""
+    """Return all `ForwardInputs` except query, key, value, schedule and order, by name."""
     block = plan.params.kv_block
     bias, mask, lengths = operands.bias, operands.attention_mask, operands.key_lengths
     extras: dict[str, Any] = {}
@@ -303,7 +305,7 @@ def _run_backward(
 
 
 def skips_hidden(problem: BackwardProblem) -> bool:
-    """Return whether tiles that a mask hides are found before the kernels, which takes six small kernels of XLA."""
+    """Return whether tiles that a mask hides are found before the kernels, which takes several small kernels of XLA."""
     return problem.mask and problem.batch * problem.heads * problem.queries * problem.keys > _FEW_SCORES
 
 

@@ -21,7 +21,7 @@ REGISTERS = {1: Registers(24, 240), 2: Registers(24, 240), 3: Registers(32, 160)
 ALIGNMENT = 1024  # bytes, of every buffer: a swizzle of 128 bytes repeats after as many
 _CACHED = 16 << 20  # bytes of keys and values that stay in the L2 cache, which has 50 MB
 _MANY_SCORES = 1 << 27
-_MOST_ORDERED = 1 << 13  # rows of tiles: ordering them takes time with their square
+_MOST_ORDERED = 1 << 12  # tiles of rows: the time of ordering them grows with their square; up to 1,024 were measured
 SMALL_CAP = 50.0  # with half of it in place of a row's largest logit, weights are between exp(-75) and exp(25)
 TILE_ROWS = 8  # of the tiles of shared memory
 WHOLE_DIMS = (16, 32, 64, 96, 128, 160, 192, 224, 256)  # head dimensions that copies of whole tiles cover well
@@ -142,7 +142,8 @@ class ForwardPlan(AttentionSizes):
         """Whether a persistent launch deals its tiles by their lengths, which segments or key lengths decide."""
         # Of key lengths without a causal mask, the tiles of an example are alike: two of four such forwards took 2 %
         # less, and two 2 and 5 % more. Three with a random mask took 2 to 5 % more: neighbours share less of the cache.
-        hides = self.segments or (self.key_lengths and self.rules.right is not None)
+        causal = self.rules.right == 0 and self.rules.left is None
+        hides = self.segments or (self.key_lengths and causal)
         return hides and self.programs < self.tiles and self.batch * self.row_tiles <= _MOST_ORDERED
 
     @property

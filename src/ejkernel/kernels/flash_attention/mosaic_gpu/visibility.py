@@ -193,7 +193,7 @@ def _ranges_by_position(operands: Operands, rules: Rules, blocks: Blocks, *, mas
     """Return the same under a window and lengths alone, `[batch or 1, blocks]`.
 
     Of ranges under the window, which are constants, lengths cut off the end: one small kernel of XLA. A search in
-    arrays of visible tiles takes four.
+    arrays of visible tiles takes more.
     """
     alone = operands._replace(query_lengths=None, key_lengths=None)
     some, every = _seen_by_heads(alone, rules, blocks, None)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ejkernel.ops.autotuner.bench.oracle import Oracle
@@ -192,7 +192,7 @@ class TuningRun:
         """Measure all candidates in one run."""
         for config in others:
             check_config(self.task.kernel, config, "each candidate")
-        pool.tried = list(map(Candidate, distinct((*first, *others))))
+        pool.tried = _untried((*first, *others))
         pool.begin(len(pool.tried), pool.heuristic)
         fresh = [candidate for candidate in pool.tried if not pool.recall(candidate)]
         pool.prepare(fresh, stop=pool.must_measure)
@@ -211,7 +211,7 @@ class TuningRun:
         total = most if points is None else min(len(points), most)
         strategy = default_strategy(space, seeds=first, records=self.task.records, seed=self.task.seed)
         # The heuristic comes first and alone: all later times are compared with it.
-        batch = list(map(Candidate, distinct(first) or strategy.ask(_BATCH)))
+        batch = _untried(first) or _untried(strategy.ask(_BATCH))
         pool.begin(total, batch[0])
         room = total
         while batch:
@@ -223,17 +223,21 @@ class TuningRun:
                 strategy.tell(candidate.config, pool.comparable_seconds(candidate))
             pool.release_losers()
             room = 0 if pool.must_end() else min(_BATCH, total - len(pool.tried))
-            batch = list(map(Candidate, strategy.ask(room))) if room > 0 else []
+            batch = _untried(strategy.ask(room), pool.tried) if room > 0 else []
         ended_early = room == 0 and len(pool.tried) < total
         known = (outcome.config for outcome in self.task.known if outcome.config in space)
-        left = map(Candidate, distinct(known, but=[candidate.config for candidate in pool.tried]))
-        pool.tried += filter(pool.recall, left)
+        pool.tried += filter(pool.recall, _untried(known, pool.tried))
         pool.measure_finalists(self._plan)
         return total if ended_early else len(pool.tried)
 
     @property
     def _plan(self) -> SamplingPlan:
         return SamplingPlan(rounds=self.task.rounds)
+
+
+def _untried(configs: Iterable[object], tried: Sequence[Candidate] = ()) -> list[Candidate]:
+    """Return one candidate for each distinct configuration that was not tried; points of a space may share one."""
+    return list(map(Candidate, distinct(configs, but=[candidate.config for candidate in tried])))
 
 
 class RoundsTeller:

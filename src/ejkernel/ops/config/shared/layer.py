@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import math
@@ -192,9 +193,26 @@ def copy_folder(url: str, cache_dir: Path) -> Path:
 def in_parallel(do: Callable[[str], _T], items: Iterable[str]) -> list[_T]:
     """Apply `do` to all items in parallel and return the results in any order. The first error stops the work.
 
-    The threads are daemons, which do not keep the process alive while a network does not answer.
+    The threads are daemons: those of a pool would keep the process alive while a network does not answer.
     """
-    from multiprocessing.pool import ThreadPool  # most processes read no shared cache
+    todo = list(items)
+    found: list[_T] = []
+    raised: list[OSError | EjkernelError] = []
 
-    with ThreadPool(_AT_ONCE) as pool:
-        return list(pool.imap_unordered(do, items))
+    def work() -> None:
+        with contextlib.suppress(IndexError):  # nothing is left
+            while not raised:
+                item = todo.pop()
+                try:
+                    found.append(do(item))
+                except (OSError, EjkernelError) as error:
+                    raised.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(_AT_ONCE, len(todo)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if raised:
+        raise raised[0]
+    return found

@@ -481,15 +481,17 @@ def noting(op_id: str, config: object, arguments: object) -> Iterator[None]:
         error.add_note(f"{op_id}{_RAN_WITH}{compact(config)}{f' for {arrays}' if arrays else ''}.")
         if advice := array_advice(error):
             error.add_note(f"{advice[:1].upper()}{advice[1:]}")
-        lists = jax.tree.leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, list))
-        if isinstance(error, TypeError) and any(map(_is_list_of_numbers, lists)):
+        if isinstance(error, TypeError) and _has_list_of_numbers(arguments):
             error.add_note("An argument is a list of numbers, which JAX does not convert: pass jnp.asarray(...).")
         raise
 
 
-def _is_list_of_numbers(value: object) -> bool:
-    """Return whether a value is a list, perhaps nested, of nothing but numbers or tracers of numbers."""
-    return isinstance(value, list) and all(getattr(leaf, "ndim", 0) == 0 for leaf in jax.tree.leaves(value))
+def _has_list_of_numbers(arguments: object) -> bool:
+    """Return whether some argument is a list, perhaps nested, of nothing but numbers or tracers of numbers."""
+    lists = jax.tree.leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, list))
+    return any(
+        isinstance(one, list) and all(getattr(leaf, "ndim", 0) == 0 for leaf in jax.tree.leaves(one)) for one in lists
+    )
 
 
 def call_that_raised(error: BaseException) -> str:
