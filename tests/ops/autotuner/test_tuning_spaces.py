@@ -57,7 +57,7 @@ class SmallDouble(Double):
 class Rounded(Double):
     def config_space(self, inv):
         axes = {"rows": self.sizes, "columns": self.sizes}
-        return ConfigSpace(axes, build=lambda rows, columns: Tile(rows // 2 + 1, columns // 2 + 1))
+        return ConfigSpace(axes, build=lambda point: Tile(point["rows"] // 2 + 1, point["columns"] // 2 + 1))
 
 
 def seconds(tile):
@@ -102,7 +102,8 @@ def test_the_heuristic_comes_first_and_runs_in_the_final_race(races):
 
 @pytest.mark.parametrize("kernel", [Double, Rounded], ids=["", "points share configurations"])
 def test_no_candidate_is_measured_twice_before_the_final_race(races, kernel):
-    search(kernel("double"), max_candidates=40)
+    tuned = search(kernel("double"), max_candidates=40)
+    assert len({outcome.config for outcome in tuned.outcomes}) == len(tuned.outcomes)
     screened = [config for _, configs in races[:-2] for config in configs if config != Tile(1, 1)]
     assert len(screened) == len(set(screened))
 
