@@ -14,6 +14,7 @@ A test or case marked `whole` runs only with `--whole`, because a cheaper one ch
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -70,8 +71,13 @@ def _sample(cases):
 def _is_sampled(item):
     if not hasattr(item, "callspec"):
         return False
-    is_large = item.get_closest_marker("slow") is not None and any(map(item.path.is_relative_to, SAMPLED))
+    is_large = item.get_closest_marker("slow") is not None and _is_in_sampled(item.path)
     return is_large or item.get_closest_marker("sampled") is not None
+
+
+@functools.cache
+def _is_in_sampled(path):
+    return any(map(path.is_relative_to, SAMPLED))
 
 
 def _values(**parameters):
@@ -93,10 +99,8 @@ def covering(cases, runs=lambda index: True):
     """
     left, kept, counts = [*range(len(cases))], [], Counter()
     seen = set()
-    while left:
+    while left := [index for index in left if not cases[index] <= seen]:
         best = max(left, key=lambda index: (len(cases[index] - seen), -sum(counts[each] for each in cases[index])))
-        if not cases[best] - seen:
-            break
         left.remove(best)
         if runs(best):
             kept.append(best)

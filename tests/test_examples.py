@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import pytest
+from tests import forked
 
 # --- the index, and replaced attention ---
 
@@ -58,22 +59,20 @@ DATA_PARALLEL = EXAMPLES / "data_parallel" / "run.py"
 def test_a_step_over_a_mesh_matches_plain_jax(library, needs, data, model):
     pytest.importorskip(needs)
     size = ["--data", str(data), "--model", str(model), "--steps", "3"]
-    done = subprocess.run(
-        [sys.executable, "-c", _ON_FOUR_DEVICES, str(DATA_PARALLEL), "--library", library, *size],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run(DATA_PARALLEL.parent, "-c", _ON_FOUR_DEVICES, "--library", library, *size)
     assert done.returncode == 0, done.stderr
     assert "losses agree" in done.stdout
 
 
+def run(folder, *arguments):
+    """Run `python *arguments` in another process, with the cache of this test."""
+    return forked.python(folder, *arguments, EJKERNEL_CACHE_DIR=os.environ["EJKERNEL_CACHE_DIR"])
+
+
 _ON_FOUR_DEVICES = """
-import runpy, sys, jax
+import runpy, jax
 jax.config.update("jax_num_cpu_devices", 4)
-sys.argv = sys.argv[1:]
-sys.path.insert(0, sys.argv[0].rpartition("/")[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
+runpy.run_path("run.py", run_name="__main__")
 """
 
 # --- language_model_head: the loss without logits in memory ---
@@ -106,8 +105,7 @@ EXPERTS = EXAMPLES / "mixture_of_experts" / "run.py"
 @pytest.mark.parametrize(("library", "needs"), [("plain", "jax"), ("equinox", "equinox"), ("nnx", "flax")])
 def test_a_layer_of_experts_matches_jax_s_products(library, needs):
     pytest.importorskip(needs)
-    command = [sys.executable, str(EXPERTS), "--library", library, "--steps", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run(EXPERTS.parent, "run.py", "--library", library, "--steps", "4")
     assert done.returncode == 0, done.stderr
     assert "losses agree" in done.stdout
 
@@ -172,19 +170,8 @@ EIGHT_BIT_TRAINING = EXAMPLES / "eight_bit_training" / "eight_bit_training.py"
 @pytest.mark.slow
 @pytest.mark.whole
 def test_the_loss_curves_of_fp8_and_bfloat16_agree():
-    command = [
-        sys.executable,
-        str(EIGHT_BIT_TRAINING),
-        "--steps",
-        "120",
-        "--seeds",
-        "2",
-        "--tokens",
-        "64",
-        "--width",
-        "32",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    size = ["--steps", "120", "--seeds", "2", "--tokens", "64", "--width", "32"]
+    done = run(EIGHT_BIT_TRAINING.parent, EIGHT_BIT_TRAINING.name, *size)
     assert done.returncode == 0, done.stderr
     assert "the curves agree" in done.stdout
 

@@ -82,7 +82,7 @@ class Slow(Noisy):
 
 
 noisy, slow = Noisy("noisy"), Slow("slow")
-X = jax.ShapeDtypeStruct((2048,), jnp.int32)
+X = jax.ShapeDtypeStruct((256,), jnp.int32)
 
 
 def step():

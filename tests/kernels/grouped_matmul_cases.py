@@ -15,12 +15,10 @@ from ejkernel.kernels.grouped_matmul.megablox import MegabloxParams
 from ejkernel.kernels.grouped_matmul.xla import XlaParams
 from ejkernel.modules import GroupedMatmul
 
-# Sizes that add up to 40 rows, or to less: all even, uneven with empty ones, all in one, single rows, none.
+# Sizes that add up to 40 rows, or to less: uneven with empty ones and a single row, all in one, none.
 SIZES = {
-    "even": (10, 10, 10, 10),
     "uneven": (0, 23, 1, 16),
     "all in one": (0, 0, 40, 0),
-    "single rows": (1, 1, 1, 1),
     "none": (0, 0, 0, 0),
     "rows past the end": (9, 0, 14, 3),
 }

@@ -202,7 +202,7 @@ def test_a_caller_s_instruction_reaches_the_search_and_no_later_one(line, monkey
 
 # --- whole searches ---
 
-CALLS = [call_of(faulty_kernels.plain, size) for size in (32, 64)]
+CALLS = [call_of(faulty_kernels.plain, size) for size in (16, 32)]
 
 
 def tuned_by(executor, calls, cache=None):
@@ -218,8 +218,8 @@ def spawned(count):
 @pytest.mark.smoke
 def test_a_process_pool_finds_the_same_winners_and_the_caller_saves_them(tmp_path):
     cache, events = PersistentCache(tmp_path / "cache"), []
-    calls = [*CALLS, call_of(faulty_kernels.plain, 16)]
-    with spawned(2) as executor, on_event(events.append):
+    calls = [*CALLS, call_of(faulty_kernels.plain, 8)]
+    with spawned(1) as executor, on_event(events.append):
         result = tuned_by(executor, calls, cache)
         assert executor.submit(os.getpid).result()  # it was not shut down, or broken
     assert [entry.cfg for entry in result.entries] == [BEST] * 3

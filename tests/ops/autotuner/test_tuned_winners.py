@@ -100,6 +100,7 @@ SITUATIONS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", [sine, Sin()], ids=["function", "class"])
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_the_same_candidate_wins_for_every_way_of_tuning(situation, kernel):

@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import re
 import socket
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -25,6 +24,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests import forked
 from tests.ops.sealing import change_object
 
 from ejkernel import settings
@@ -772,9 +772,7 @@ def test_writing_an_entry_initialises_no_device(tmp_path):
         "from jax._src import xla_bridge\n"
         "sys.exit(bool(xla_bridge._backends))\n"
     )
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    outcome = subprocess.run([sys.executable, "-c", probe], check=False, env={**os.environ, "PYTHONPATH": path})
-    assert outcome.returncode == 0
+    assert forked.python(tmp_path, "-c", probe).returncode == 0
 
 
 # --- missing layers ---

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that run one program: two and four of them, on this machine's loopback, and their answers."""
+"""Three processes that run one program, on this machine's loopback, and their answers."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ def launched(count, folder):
     return [dict(map(json.loads, (line for line in said.splitlines() if line.startswith('["')))) for said, _ in outputs]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[3, pytest.param(2, marks=pytest.mark.whole)])
 def ranks(request, tmp_path_factory):
+    """The answers of three processes: one that decides, one that follows and lives, and one that dies."""
     return launched(request.param, tmp_path_factory.mktemp("ranks"))
 
 
