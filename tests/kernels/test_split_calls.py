@@ -156,13 +156,13 @@ def test_an_indivisible_explicit_axis_is_an_error_with_the_fix(spec, says):
         jax.jit(masked)(*placed(ATTENTION[2], [spec, P(), P()], mesh))
 
 
-def test_arrays_that_ask_for_different_explicit_axes_are_an_error():
+@pytest.mark.parametrize(
+    ("spec", "says"), [(P("data"), "can be split only over data"), (P(None, None, "model"), "cannot be split: another")]
+)
+def test_arrays_that_ask_for_different_explicit_axes_are_an_error(spec, says):
     mesh = mesh_of("explicit")
-    with (
-        jax.set_mesh(mesh),
-        pytest.raises(ValueError, match=r"key, .* over 'model', but here it can be split only over data"),
-    ):
-        jax.jit(attention)(*placed(ATTENTION[2], [P("data"), P("model"), P("data")], mesh))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=rf"key, .* over 'model', but here it {says}"):
+        jax.jit(attention)(*placed(ATTENTION[2], [spec, P("model"), spec], mesh))
 
 
 def mask():

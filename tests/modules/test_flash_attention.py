@@ -172,6 +172,18 @@ def test_segments_of_64_bits_are_different():
     assert (ids.dtype, len(np.unique(ids))) == (jnp.int32, 4)
 
 
+@pytest.mark.parametrize("of_keys", [np.uint32, np.uint64])
+def test_a_segment_has_one_number_in_pairs_of_different_dtypes(of_keys):
+    """The largest ids in 32 bits are other segments than the negative ones with the same bits."""
+    query, key, value = make_qkv()
+    segments = np.asarray([[1] * 10 + [2**32 - 5] * 10 + [2**31] * 4] * 2)
+    expected = flash_attention(query, key, value, segment_ids=segments, cfg=SMALL)
+    pair = segments, segments.astype(of_keys)
+    np.testing.assert_array_equal(flash_attention(query, key, value, segment_ids=pair, cfg=SMALL), expected)
+    negative = np.full_like(segments, -5, np.int32), np.full_like(segments, 2**32 - 5, of_keys)
+    assert not flash_attention(query, key, value, segment_ids=negative, cfg=SMALL).any()
+
+
 def test_equal_rules_are_one_call():
     """A call's key does not depend on how the same thing was said."""
     arrays = make_qkv()

@@ -125,7 +125,7 @@ def test_wrong_arguments_of_the_weights_gradient_are_named():
 def test_types_in_place_of_arrays_are_reported():
     with pytest.raises(
         ArgumentError,
-        match=r"grouped_matmul: an argument is a type without values, float32\[20, 8\]; .* jax.eval_shape",
+        match=r"grouped_matmul: lhs is a type without values, float32\[20, 8\]; .* jax.eval_shape",
     ):
         grouped_matmul(jax.ShapeDtypeStruct((20, 8), "float32"), RHS, SIZES)
 

@@ -18,9 +18,12 @@ from ejkernel.modules import (
     FlashAttentionConfig,
     GroupedMatmulConfig,
     RmsNormConfig,
+    append_to_pages,
     flash_attention,
     grouped_matmul,
     layer_norm,
+    paged_attention,
+    quantized_grouped_dense,
     rms_norm,
 )
 from ejkernel.ops import BwdParams, FwdParams
@@ -58,7 +61,8 @@ def attention(dtype):
     """Attention with all that it takes, its options as NumPy's scalars."""
     options = {
         "attention_mask": jnp.ones((2, 24), bool),
-        "segment_ids": jnp.zeros((2, 24), jnp.int32),
+        "segment_ids": (jnp.zeros((2, 24), jnp.int32), jnp.zeros((2, 24), jnp.uint8)),
+        "query_lengths": np.array([24, 21]),
         "key_lengths": np.array([20, 24]),
         "causal": np.bool_(True),
         "sliding_window": np.int64(9),
@@ -95,6 +99,25 @@ def grouped(dtype):
     return run, [normal(20, 8, dtype=dtype), normal(4, 8, 6, dtype=dtype)]
 
 
+def paged(dtype):
+    """New tokens in a cache of 8 bits, and their attention, which has no gradient."""
+    table, offsets, lengths = jnp.arange(6).reshape(2, 3), jnp.array([0, 1, 4]), jnp.array([5, 9])
+    scales = {"k_scale": 0.05, "v_scale": np.array([0.05, 0.1], np.float32)}
+
+    def run(query, key, value, sinks):
+        query, key, value, sinks = jax.lax.stop_gradient((query, key, value, sinks))
+        pages = append_to_pages(jnp.zeros((6, 4, 2, 2, 8), jnp.int8), key, value, table, offsets, lengths, **scales)
+        return paged_attention(query, pages, table, offsets, lengths, sinks=sinks, sliding_window=5, **scales)
+
+    return run, [*(normal(5, heads, 8, dtype=dtype) for heads in (4, 2, 2)), normal(4)]
+
+
+def blocks(dtype):
+    """A layer of experts in 8 bits, whose groups begin blocks of 128."""
+    run = functools.partial(quantized_grouped_dense, group_sizes=np.array([3, 0, 2]), block=128)
+    return run, [normal(6, 128, dtype=dtype), normal(3, 128, 16, dtype=dtype)]
+
+
 MODULES = [attention, norm, centred_norm, grouped]
 
 
@@ -117,7 +140,7 @@ def usual_results(module):
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", [*MODULES, paged, blocks])
 def test_a_module_computes_the_same_under_a_strict_setting(module, switch):
     run, arrays = module("bfloat16")
     expected = usual_results(module)

@@ -111,6 +111,20 @@ def int32(indices: Any) -> Any:
     return jnp.asarray(library.clip(indices, max(least, np.iinfo(indices.dtype).min), most).astype(np.int32))
 
 
+def has_64_bits(value: Any) -> bool:
+    """Return whether a value is a NumPy array of 64-bit integers.
+
+    In an eager call, which is a jitted function of its arguments, JAX keeps the lower half of each number. So the
+    functions in `modules` bring such arrays to 32 bits before the call.
+    """
+    return isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.dtype.itemsize == 8
+
+
+def within_32_bits(value: Any) -> Any:
+    """Return a NumPy array of 64-bit integers by `int32`, and any other value unchanged."""
+    return int32(value) if has_64_bits(value) else value
+
+
 def type_text(value: Any) -> str:
     """Return the type of an argument for messages, with the shape of an array."""
     return f"{value.dtype}{list(value.shape)}" if is_array(value) else type(value).__name__

@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from ejkernel.kernels._options import canonical_flag
+from ejkernel.kernels._options import canonical_flag, within_32_bits
 from ejkernel.kernels.flash_attention import _arguments as arguments
 from ejkernel.kernels.flash_attention import _batches as batches
 from ejkernel.kernels.flash_attention._arguments import SlidingWindow
@@ -280,10 +280,10 @@ def flash_attention(
         bias = batches.fold_broadcast("bias", bias, batch)
         attention_mask = batches.fold_mask(attention_mask, batch)
         segment_ids = batches.fold_segments(segment_ids, batch)
-    arrays: list[Any] = [query, key, value, bias, attention_mask, segment_ids]
+    arrays: list[Any] = [query, key, value, bias, attention_mask, arguments.segments_within_32_bits(segment_ids)]
     # Newer arguments are only passed if given, so that calls without them keep the keys of earlier versions.
     if query_lengths is not None or key_lengths is not None or sinks is not None or dropout_key is not None:
-        arrays += [(query_lengths, key_lengths), sinks, dropout_key]
+        arrays += [(within_32_bits(query_lengths), within_32_bits(key_lengths)), sinks, dropout_key]
     # Each option slows down an eager call, so defaults are not passed.
     flags = soft_cap_after_bias is deterministic is return_lse is False
     more: dict[str, Any] = {}

@@ -10,7 +10,7 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from ejkernel.kernels._options import type_text
+from ejkernel.kernels._options import type_text, within_32_bits
 from ejkernel.kernels.grouped_matmul.activation import GroupedMatmulActivation as GroupedMatmulActivation
 from ejkernel.kernels.grouped_matmul.activation import GroupedMatmulActivationConfig as GroupedMatmulActivationConfig
 from ejkernel.kernels.grouped_matmul.activation import grouped_matmul_activation as _grouped_matmul_activation
@@ -218,6 +218,7 @@ def grouped_matmul(
         ConfigError: `cfg` and `implementation` name different implementations, or `cfg` does not fit the call.
         UnsupportedError: `implementation` cannot run this call, or a quantised operand is differentiated.
     """
+    group_sizes = within_32_bits(group_sizes)
     options: dict[str, Any] = {
         "transpose_rhs": transpose_rhs,
         "preferred_element_type": preferred_element_type,
@@ -330,6 +331,7 @@ def grouped_matmul_wgrad(
         ConfigError: `cfg` and `implementation` name different implementations, or `cfg` does not fit the call.
         UnsupportedError: `implementation` cannot run this call, or a quantised operand is differentiated.
     """
+    group_sizes = within_32_bits(group_sizes)
     options: dict[str, Any] = {
         "preferred_element_type": preferred_element_type,
         "first_group": first_group,

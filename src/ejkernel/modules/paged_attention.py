@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels._numbers import is_integer
-from ejkernel.kernels._options import int32
+from ejkernel.kernels._options import int32, within_32_bits
 from ejkernel.kernels.paged_attention import _arguments as arguments
 from ejkernel.kernels.paged_attention.operation import PagedAttention as PagedAttention
 from ejkernel.kernels.paged_attention.operation import PagedAttentionConfig as PagedAttentionConfig
@@ -188,9 +188,7 @@ def paged_attention(
     return _paged_attention(
         q,
         kv_pages,
-        page_table,
-        query_offsets,
-        kv_lengths,
+        *map(within_32_bits, (page_table, query_offsets, kv_lengths)),
         sinks,
         k_scale,
         v_scale,

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from ejkernel import compat
 from ejkernel.kernels._merging import Merging
-from ejkernel.kernels._options import check_values, type_text
+from ejkernel.kernels._options import check_values, int32, type_text
 from ejkernel.kernels.grouped_matmul._arguments import check_sizes
 from ejkernel.kernels.quantized_matmul.operation import OUTPUTS
 from ejkernel.kernels.quantized_matmul.quantized import LARGEST, Quantized, canonical_dtype, quantize_by
@@ -175,7 +175,7 @@ def quantized_grouped_dense(
     check_sizes(group_sizes, rhs.shape[0])
     check_values(group_sizes=group_sizes)
     layer = _blocked_groups if block else _grouped
-    return layer(recipe, _of_floats("lhs", lhs), _of_floats("rhs", rhs), jnp.asarray(group_sizes))
+    return layer(recipe, _of_floats("lhs", lhs), _of_floats("rhs", rhs), int32(group_sizes))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Num
 from ejkernel.kernels._hopper import DTYPES as _NARROW
 from ejkernel.kernels._merging import Merging
 from ejkernel.kernels._numbers import is_integer
-from ejkernel.kernels._options import canonical_flag, type_text
+from ejkernel.kernels._options import canonical_flag, type_text, within_32_bits
 from ejkernel.kernels.quantized_matmul.operation import QuantizedMatmul as QuantizedMatmul
 from ejkernel.kernels.quantized_matmul.operation import QuantizedMatmulConfig as QuantizedMatmulConfig
 from ejkernel.kernels.quantized_matmul.operation import flat_block
@@ -153,7 +153,9 @@ def quantize_both(
         UnsupportedError: `implementation` cannot run this call, or the call is differentiated.
     """
     options: dict[str, Any] = {"dtype": dtype, "square": square, "implementation": implementation, "cfg": cfg}
-    rows, row_scale, columns, column_scale = _quantize_blocks(x, group_sizes, transposed=True, **options)
+    rows, row_scale, columns, column_scale = _quantize_blocks(
+        x, within_32_bits(group_sizes), transposed=True, **options
+    )
     blocks = (1, _BLOCK), (_BLOCK if square else 1, _BLOCK)
     return Quantized(rows, row_scale, blocks[0]), Quantized(columns, column_scale, blocks[1])
 

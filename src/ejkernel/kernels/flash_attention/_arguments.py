@@ -12,7 +12,7 @@ import numpy as np
 
 from ejkernel import compat, settings
 from ejkernel.kernels._numbers import is_integer, is_number
-from ejkernel.kernels._options import canonical_flag, canonical_precision, int32, type_text
+from ejkernel.kernels._options import canonical_flag, canonical_precision, has_64_bits, int32, type_text
 from ejkernel.ops.core.types import Integer
 from ejkernel.ops.errors import ArgumentError, ArgumentWarning
 from ejkernel.ops.utils.messages.warn import warn
@@ -153,16 +153,26 @@ def canonical_segments(segments: Any, full: tuple[int, ...]) -> tuple[Any, Any] 
             f"segment_ids must have shape {wanted[0]} for queries and {wanted[1]} for keys, got {_shown(pair)}; where "
             "the lengths differ, pass a pair."
         )
-    return _narrow(pair[0]), _narrow(pair[1])
+    queries, keys = pair
+    alike = queries.dtype == keys.dtype and queries.dtype.itemsize < 8
+    return (queries, keys) if alike else (_narrow(queries), _narrow(keys))
+
+
+def segments_within_32_bits(segments: Any) -> Any:
+    """Return segment ids with NumPy arrays of 64 bits as int32, before an eager call."""
+    if isinstance(segments, tuple | list):
+        return tuple(map(segments_within_32_bits, segments))
+    return _narrow(segments) if has_64_bits(segments) else segments
 
 
 def _narrow(ids: Any) -> Any:
-    """Return ids of 64 bits as int32: the same numbers if they fit, else hashes, which seldom meet."""
-    if ids.dtype.itemsize < 8:
-        return ids
+    """Return ids as int32: the same numbers if they fit, else hashes, which seldom meet."""
     if isinstance(ids, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(ids.shape, jnp.int32)
-    low, high = (jnp.asarray(part, jnp.int32) for part in (ids, ids >> 32))
+    low = jnp.asarray(ids, jnp.int32)
+    if ids.dtype.itemsize < (4 if ids.dtype.kind == "u" else 5):
+        return low
+    high = jnp.asarray(ids >> 32, jnp.int32) if ids.dtype.itemsize == 8 else jnp.int32(0)
     beyond = high - (low >> 31)  # 0 for numbers that fit
     return low ^ (beyond * jnp.int32(_ODD))
 

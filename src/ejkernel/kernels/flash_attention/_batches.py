@@ -12,9 +12,12 @@ from jax.custom_batching import custom_vmap
 
 from ejkernel.kernels._merging import Merging
 from ejkernel.kernels._numbers import is_number
+from ejkernel.kernels._options import within_32_bits
 from ejkernel.kernels._varying import all_varying
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.signature import is_array
+
+from ._arguments import segments_within_32_bits
 
 
 def batch_of(query: Any, key: Any, value: Any, dropout_rate: Any) -> Merging:
@@ -52,7 +55,7 @@ def fold(name: str, x: Any, batch: Merging) -> Any:
         return x
     if tuple(x.shape[: len(batch.sizes)]) != batch.sizes:
         raise ArgumentError(f"{name} must begin with query's batch axes, {batch.sizes}; got shape {tuple(x.shape)}.")
-    return batch.merge(name, x)
+    return batch.merge(name, within_32_bits(x))
 
 
 def fold_broadcast(name: str, x: Any, batch: Merging) -> Any:
@@ -82,7 +85,8 @@ def fold_mask(mask: Any, batch: Merging) -> Any:
 
 def fold_segments(segments: Any, batch: Merging) -> Any:
     """Return segment ids, one array or a pair, with their batch axes folded into one."""
-    if isinstance(segments, tuple | list):
+    segments = segments_within_32_bits(segments)
+    if isinstance(segments, tuple):
         return tuple(fold("segment_ids", x, batch) for x in segments)
     return fold("segment_ids", segments, batch)
 

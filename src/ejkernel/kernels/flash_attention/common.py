@@ -222,7 +222,7 @@ def lse_of_keys(operands: Operands, lse: jax.Array) -> jax.Array:
     """
     if operands.query_lengths is None:
         return lse
-    past = jnp.arange(lse.shape[2], dtype=jnp.int32) >= operands.query_lengths[:, None, None]
+    past = jnp.arange(lse.shape[2], dtype=jnp.int32)[None, None] >= operands.query_lengths[:, None, None]
     return jnp.where(past, EMPTY_ROW_LSE, lse)
 
 

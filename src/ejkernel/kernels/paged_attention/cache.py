@@ -49,7 +49,7 @@ def _quantised(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.A
     if x.dtype == dtype:
         return x
     wide = x.astype(jnp.float32)
-    wide = wide if scale is None else wide / scale[:, None]
+    wide = wide if scale is None else wide / scale[None, :, None]
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.clip(jnp.round(wide), -127, 127).astype(dtype)
     most = float(_limits(dtype).max)  # beyond it, float8_e4m3fn has NaN

@@ -178,7 +178,7 @@ def _lengths_by_page(
     The rows are parts of those of the page table: for long rows, XLA starts a kernel for the elements, and one for the
     minima.
     """
-    begin = jnp.arange(shape.table[1], dtype=jnp.int32) * shape.page_size
+    begin = jnp.arange(shape.table[1], dtype=jnp.int32)[None] * shape.page_size
     needed = begin < lengths[:, None]
     if counts is not None and shape.window is not None:
         needed &= begin + shape.page_size > (lengths - counts - shape.window)[:, None]

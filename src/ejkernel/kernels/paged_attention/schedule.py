@@ -289,7 +289,7 @@ def _by_last_column(table: jax.Array) -> jax.Array:
     before = (keys[None, :] < keys[:, None]) | ((keys[None, :] == keys[:, None]) & (number[None, :] < number[:, None]))
     rank = jnp.sum(before, axis=1, dtype=jnp.int32)
     # A sum over all rows is one kernel, though only one row counts; an inverse of the ranks and a gather are two.
-    return jnp.sum(jnp.where(rank == number[:, None, None], others.T[None], 0), axis=2, dtype=jnp.int32)
+    return jnp.sum(jnp.where(rank[None, None] == number[:, None, None], others.T[None], 0), axis=2, dtype=jnp.int32)
 
 
 def _dealt(tiles: jax.Array, kv_heads: int) -> Schedule:

@@ -161,7 +161,7 @@ class _Run(NamedTuple):
         sequence = self.plan.order[at]
         begin, end = offsets[sequence], offsets[sequence + 1]
         begin = begin if decode else begin + (numbers - ends[at]) * queries
-        token = begin[:, None] + jnp.arange(queries, dtype=jnp.int32)
+        token = begin[:, None] + jnp.arange(queries, dtype=jnp.int32)[None]
         inside = used[:, None] & (token < end[:, None])
         positions = jnp.where(inside, self.operands.kv_lengths[sequence][:, None] - (end[:, None] - token), -1)
         window = self.call.window
@@ -196,7 +196,7 @@ class _Run(NamedTuple):
         key, value, at = self._block(index, tiles)
         logits = jnp.einsum("tkrd,tskd->tkrs", q, key, preferred_element_type=jnp.float32) * call.scale
         if self.operands.k_scale is not None:
-            logits = logits * self.operands.k_scale[:, None, None]
+            logits = logits * self.operands.k_scale[None, :, None, None]
         if call.soft_cap is not None:
             logits = call.soft_cap * jnp.tanh(logits / call.soft_cap)
         position = jnp.repeat(tiles.positions, call.group, axis=1)[:, None, :, None]
@@ -214,12 +214,12 @@ class _Run(NamedTuple):
     def _block(self, index: jax.Array, tiles: _Tiles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return keys and values of a block, `[tiles, keys, kv_heads, head_dim]`, and their positions."""
         call, size = self.call, self.params.block_pages
-        column = tiles.first_page[:, None] + index * size + jnp.arange(size, dtype=jnp.int32)
+        column = tiles.first_page[:, None] + index * size + jnp.arange(size, dtype=jnp.int32)[None]
         page = self.operands.page_table[tiles.sequence[:, None], jnp.minimum(column, call.table[1] - 1)]
         page = within_cache(call, page)
         both = from_bits(as_bits(self.operands.kv_pages)[page], self.operands.kv_pages.dtype)
         both = both.reshape(len(page), -1, *call.pages[2:])
-        at = column[..., None] * call.pages[1] + jnp.arange(call.pages[1], dtype=jnp.int32)
+        at = column[..., None] * call.pages[1] + jnp.arange(call.pages[1], dtype=jnp.int32)[None, None]
         at = at.reshape(len(page), -1)
         key, value = both[..., 0, :], both[..., -1, :]
         if call.value_dim is not None:
@@ -234,7 +234,7 @@ class _Run(NamedTuple):
         top, total, out = sums
         sinks = self.operands.sinks
         if sinks is not None:
-            rows = jnp.tile(sinks.astype(jnp.float32).reshape(-1, self.call.group), (1, queries))
+            rows = jnp.tile(sinks.astype(jnp.float32).reshape(-1, self.call.group), (1, queries))[None]
             highest = jnp.maximum(top, rows)
             finite = jnp.where(highest == -jnp.inf, 0, highest)
             factor = jnp.exp(top - finite)
@@ -242,5 +242,5 @@ class _Run(NamedTuple):
         safe = jnp.where(total == 0, 1, total)
         out = out / safe[..., None]
         scale = self.operands.v_scale if self.call.value_dim is None else self.operands.k_scale
-        out = out if scale is None else out * scale[:, None, None]
+        out = out if scale is None else out * scale[None, :, None, None]
         return out, jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))

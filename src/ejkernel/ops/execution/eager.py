@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
+from ejkernel.ops.core.callspec import leaf_name
 from ejkernel.ops.core.kernel import Kernel, with_python_numbers
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError
@@ -85,9 +86,9 @@ class Plans:
         numbers = with_python_numbers(kernel, args, kwargs)
         if numbers[0] is not args or numbers[1] is not kwargs:
             return self.executor().call(kernel, *numbers, cfg)
-        for array in arrays:
-            if isinstance(array, jax.ShapeDtypeStruct):
-                raise _is_a_type(kernel, array)
+        for path, leaf in jax.tree.leaves_with_path((args, kwargs)):
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise _is_a_type(leaf_name(kernel, path), kernel, leaf)
         if not compat.tracing.outside_traces():  # the kernel may be gone when the trace is lowered, and a plan with it
             raise Traced
         values = (*args, *kwargs.values())
@@ -123,10 +124,10 @@ class Plans:
         return plan
 
 
-def _is_a_type(kernel: Kernel[Cfg, Out], array: jax.ShapeDtypeStruct) -> ArgumentError:
+def _is_a_type(name: str, kernel: Kernel[Cfg, Out], array: jax.ShapeDtypeStruct) -> ArgumentError:
     return ArgumentError(
-        f"{kernel.op_id}: an argument is a type without values, {array.dtype}{list(array.shape)}; pass an array, or "
-        "use types with jax.eval_shape, jax.jit(...).lower or explain."
+        f"{kernel.op_id}: {name} is a type without values, {array.dtype}{list(array.shape)}; pass an array, or use "
+        "types with jax.eval_shape, jax.jit(...).lower or explain."
     )
 
 

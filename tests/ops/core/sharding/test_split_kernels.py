@@ -182,9 +182,30 @@ def gradient_of_vmap(product, x, y, scales):
     return jax.vmap(jax.grad(loss, (0, 1)), in_axes=(None, -1))(x, y[..., None] * scales)
 
 
+def vmap_of_tangents(product, x, y, scales):
+    gradients = jax.grad(lambda x, y, scale: (product(x, y) ** 2 * scale).sum(), (0, 1))
+    tangents = lambda scale: jax.jvp(gradients, (x, y, scale), (x, y, scale))[1]  # noqa: E731
+    return jax.vmap(tangents)(scales)
+
+
+def tangents_of_gradient_of_vmap(product, x, y, scales):
+    arrays = x[None] * scales[:, None, None], y[None] * scales[:, None, None]
+    gradients = jax.grad(lambda x, y: (jax.vmap(product)(x, y) ** 2).sum(), (0, 1))
+    return jax.jvp(gradients, arrays, arrays)[1]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [vmap_of_gradient, vmap_over_examples_of_gradient, gradient_of_vmap])
-def test_gradients_under_vmap_have_the_explicit_shardings_of_their_arguments(form):
+@pytest.mark.parametrize(
+    "form",
+    [
+        vmap_of_gradient,
+        vmap_over_examples_of_gradient,
+        gradient_of_vmap,
+        vmap_of_tangents,
+        tangents_of_gradient_of_vmap,
+    ],
+)
+def test_gradients_and_their_tangents_under_vmap_have_the_explicit_shardings_of_their_arguments(form):
     mesh, scales = mesh_of(AxisType.Explicit), jnp.array([1.0, 2.0, -1.0])
     with jax.set_mesh(mesh):
         arrays = placed((X, P(None, ("a", "b"))), (Y, P("a")), mesh=mesh)  # y's axis is divided further by the call

@@ -33,7 +33,7 @@ def blocks_of(group_sizes: jax.Array, rows: int) -> jax.Array:
     counts = _count(ends - starts)
     last = jnp.cumsum(counts, dtype=jnp.int32)
     number = jnp.arange(block_count(rows, groups), dtype=jnp.int32)
-    group = jnp.sum(number[:, None] >= last, axis=1, dtype=jnp.int32)
+    group = jnp.sum(number[:, None] >= last[None], axis=1, dtype=jnp.int32)
     known = jnp.minimum(group, groups)
     first = jnp.where(group <= groups, starts[known] + (number - (last - counts)[known]) * BLOCK, rows)
     own = jnp.where(group < groups, jnp.minimum(ends[known] - first, BLOCK), 0)
@@ -43,7 +43,7 @@ def blocks_of(group_sizes: jax.Array, rows: int) -> jax.Array:
 def in_columns(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Return the transpose of rows `[m, k]`, with zeros behind each group: `[k, 128 * blocks]`."""
     table = blocks_of(group_sizes, x.shape[0])
-    within = jnp.arange(BLOCK, dtype=jnp.int32)
+    within = jnp.arange(BLOCK, dtype=jnp.int32)[None]
     rows, own = (table[:, :1] + within).reshape(-1), (within < table[:, 1:]).reshape(-1, 1)
     found = x.at[rows].get(mode="clip") if len(x) else jnp.zeros((len(rows), x.shape[1]), x.dtype)
     found, _ = unify_varying((found, x))

@@ -119,9 +119,9 @@ def _check_all_axes_are_split(node: Node, specs: Sequence[PartitionSpec], chosen
             if not left:
                 continue
             over = ", ".join(map(repr, left))
-            alone = ", ".join(mesh_axes(own)) or "nothing"
+            most = f"can be split only over {', '.join(mesh_axes(own))}" if mesh_axes(own) else "cannot be split"
             why = (
-                f"but here it can be split only over {alone}: another array is sharded differently, {WHOLE_BLOCKS}, or "
+                f"but here it {most}: another array is sharded differently, {WHOLE_BLOCKS}, or "
                 "its shards would not match those of a dependent axis"
                 if name in chosen.factors.splittable
                 else "but every device needs all of it"

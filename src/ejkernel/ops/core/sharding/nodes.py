@@ -16,7 +16,7 @@ import jax
 from ejkernel.ops.core.hooks import overrides, platform_to_trace_for
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import Factor, Factors, ShardingRule, factors_of
-from ejkernel.ops.core.transformations.autodiff import Linear, ResidualVjp, ThroughResiduals, Vjp
+from ejkernel.ops.core.transformations.autodiff import Jvp, Linear, ResidualVjp, ThroughResiduals, Vjp
 from ejkernel.ops.core.transformations.batching import TransposedVmapped, Vmapped, unbatched
 from ejkernel.ops.core.transformations.nodes import Forward, Node
 from ejkernel.ops.errors import KernelError
@@ -122,7 +122,7 @@ def local(node: Any, arrays: Sequence[HasType]) -> Any:
 def specs_of_gradients(
     node: Node, specs: Sequence[tuple[Any, ...]], found: Sequence[tuple[Any, ...]]
 ) -> list[tuple[Any, ...]] | None:
-    """Return the shardings of a call's results if they are gradients, which have the types of their primals.
+    """Return the shardings of a call's results if they are gradients or their tangents, with the types of primals.
 
     Args:
         node: The call.
@@ -130,9 +130,11 @@ def specs_of_gradients(
         found: The sharding of each result without regard to primals, which decides about batch axes.
 
     Returns:
-        An entry for each axis of each result; `None` if the results are not gradients.
+        An entry for each axis of each result; `None` for other results.
     """
     positions = _primals(node)
+    if isinstance(node, Jvp) and positions is not None:  # a gradient is floating-point, so each one has a tangent
+        return specs_of_gradients(node.of, specs[: node.count], found)
     if positions is None or not isinstance(node, Vmapped):
         return None if positions is None else [specs[position] for position in positions]
     axes, out_axes = node.argument_axes(len(specs)), _axes_of_results(node, len(found))
@@ -147,8 +149,8 @@ def specs_of_gradients(
 
 
 def _primals(node: Node) -> list[int] | None:
-    """Return the positions of the arguments whose gradients are the call's results; `None` if it has other results."""
-    if isinstance(node, Vmapped):
+    """Return the positions of the arguments whose gradients, or their tangents, are the results; `None` for others."""
+    if isinstance(node, Vmapped | Jvp):
         return _primals(node.of)
     if not isinstance(node, Vjp | ResidualVjp):
         return None

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NumPy arrays of 64-bit integers in eager calls: no function keeps the lower half of a number beyond 32 bits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.modules import (
+    flash_attention,
+    grouped_matmul,
+    grouped_matmul_wgrad,
+    paged_attention,
+    quantize,
+    quantize_both,
+    quantized_grouped_dense,
+    ragged_paged_attention,
+)
+
+pytestmark = pytest.mark.slow
+ALL, MOST = 2**32, np.iinfo(np.int32).max
+
+
+def normal(*shape):
+    return jax.random.normal(jax.random.key(0), shape)
+
+
+def attend(**arrays):
+    q = normal(1, 4, 1, 8)
+    return flash_attention(q, q, q, **arrays)
+
+
+def of_rows(function, *arrays, **options):
+    return lambda sizes: function(*arrays, sizes, **options)
+
+
+def decoded(table, lengths):
+    return paged_attention(normal(2, 4, 8), normal(6, 4, 2, 2, 8), table, np.arange(3), lengths)
+
+
+def decoded_with_new_tokens(table):
+    new, places = normal(2, 2, 8), (jnp.array([5, 9]), table.reshape(-1), jnp.arange(3), jnp.array([2]))
+    return ragged_paged_attention(normal(2, 4, 8), new, new, normal(6, 4, 4, 8), *places)[0]
+
+
+X, EXPERTS, TABLE, LENGTHS = normal(2, 4), normal(2, 4, 3), np.arange(6).reshape(2, 3), np.array([5, 9])
+BEYOND, WITHIN = TABLE + np.array([[ALL], [0]]), np.where([[True], [False]], MOST, TABLE)
+SIZES = [ALL, 1], [MOST, 1]
+CASES = {
+    "segment_ids": (lambda ids: attend(segment_ids=ids), [[1, 1, ALL + 1, ALL + 1]], [[1, 1, 2, 2]]),
+    "one example": (lambda ids: flash_attention(*[normal(4, 1, 8)] * 3, segment_ids=ids), [1, 1, ALL, 0], [1, 1, 2, 3]),
+    "key_lengths": (lambda lengths: attend(key_lengths=lengths), [2**63 - 1], [4]),
+    "query_lengths": (lambda lengths: attend(query_lengths=lengths), [2 - ALL], [0]),
+    "grouped_matmul": (of_rows(grouped_matmul, X, EXPERTS), *SIZES),
+    "activation": (of_rows(grouped_matmul, X, EXPERTS, activation="silu"), *SIZES),
+    "grouped_matmul_wgrad": (of_rows(grouped_matmul_wgrad, X, X), *SIZES),
+    "quantised": (of_rows(grouped_matmul, quantize(X, axis=1), quantize(EXPERTS, axis=1)), *SIZES),
+    "quantized_grouped_dense": (of_rows(quantized_grouped_dense, X, EXPERTS), *SIZES),
+    "quantize_both": (lambda sizes: quantize_both(normal(128, 128), sizes)[1].values, [ALL, 100], [MOST, 100]),
+    "page_table": (lambda table: decoded(table, LENGTHS), BEYOND, WITHIN),
+    "kv_lengths": (lambda lengths: decoded(TABLE, lengths), [2**63 - 1, 9], [12, 9]),
+    "page_indices": (decoded_with_new_tokens, BEYOND, WITHIN),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_beyond_32_bits_are_not_cut(case):
+    run, numbers, expected = CASES[case]
+    np.testing.assert_array_equal(run(np.asarray(numbers)), run(jnp.asarray(expected, jnp.int32)))
