@@ -470,3 +470,16 @@ def test_other_wrong_calls_say_what_to_do():
 def test_a_memory_limit_below_every_configuration_is_a_warning_with_the_bytes_needed():
     with pytest.warns(KernelWarning, match=r"memory_limit=10 is less than every configuration needs.* at least 256\."):
         linear_cross_entropy(jnp.ones((4, 8)), jnp.ones((8, 16)), jnp.zeros(4, int), memory_limit=10)
+
+
+def test_tangents_of_the_log_sum_exp_are_finite_though_xla_computes_logits_twice():
+    rng = np.random.default_rng(0)
+    x, weight, bias = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((64, 1), (1, 7), (7,)))
+
+    def lse(x):
+        return linear_cross_entropy(x, weight, jnp.zeros(64, jnp.int32), bias=bias, logits_scale=0.5, return_lse=True)[
+            1
+        ]
+
+    expected = jax.nn.softmax(0.5 * (x @ weight + bias)) @ (0.5 * weight[0])
+    np.testing.assert_allclose(jax.jvp(lse, (x,), (jnp.ones_like(x),))[1], expected, rtol=1e-5)

@@ -129,7 +129,9 @@ class Problem:
     def statistics(self, s: jax.Array) -> Partial:
         """Return the statistics of these logits."""
         names = self.call.statistics
-        top = s.max(axis=1)
+        # Its derivative cancels. JAX divides that by the number of logits equal to it, which may be 0: XLA computes the
+        # logits again, and rounds them otherwise.
+        top = lax.stop_gradient(s.max(axis=1))
         exponentials = jnp.exp(s - finite_top(top)[:, None])
         nothing = jnp.zeros_like(top)
         # Where a logit is -inf, its product with 0 is NaN.
