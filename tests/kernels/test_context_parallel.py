@@ -281,6 +281,7 @@ def test_zigzag_order_pairs_early_and_late_pieces():
 
 WRONG_ORDERS = {
     "length": (np.ones((2, 12)), 4, r"axis 1 .* divisible by 2 \* devices = 8, got shape \(2, 12\)"),
+    "many devices": (np.ones((2, 12)), 10**12, "axis 1 .* divisible by"),
     "no devices": (np.ones((2, 12)), 0, "devices must be .* an int >= 1; got 0"),
     "a mesh": (np.ones((2, 12)), "context", "devices must be .*; got 'context'"),
     "no batch": (np.ones(12), 2, r"the sequence as axis 1, got float64\[12\]; pass axis="),

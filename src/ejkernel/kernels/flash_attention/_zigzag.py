@@ -7,7 +7,7 @@ The sequence is cut into `2 n` pieces for `n` devices, and device `i` has the pi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ def to_zigzag(tree: Tree, devices: int, *, axis: int = 1) -> Tree:
         ArgumentError: `devices` is not a positive integer, an array lacks the axis, or a sequence's length is not
             divisible by `2 * devices`.
     """
-    return _reordered(tree, _zigzag_pieces(devices), axis)
+    return _reordered(tree, devices, axis, _zigzag_pieces)
 
 
 def from_zigzag(tree: Tree, devices: int, *, axis: int = 1) -> Tree:
@@ -54,14 +54,10 @@ def from_zigzag(tree: Tree, devices: int, *, axis: int = 1) -> Tree:
         ArgumentError: `devices` is not a positive integer, an array lacks the axis, or a sequence's length is not
             divisible by `2 * devices`.
     """
-    return _reordered(tree, _inverse(_zigzag_pieces(devices)), axis)
+    return _reordered(tree, devices, axis, lambda count: _inverse(_zigzag_pieces(count)))
 
 
 def _zigzag_pieces(devices: int) -> list[int]:
-    if not is_integer(devices) or devices < 1:
-        raise ArgumentError(
-            f"devices must be the number of devices that share a sequence, an int >= 1; got {given_text(devices)}."
-        )
     return [piece for i in range(devices) for piece in (i, 2 * devices - 1 - i)]
 
 
@@ -69,8 +65,12 @@ def _inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-def _reordered(tree: Tree, order: Sequence[int], axis: int) -> Tree:
-    """Return arrays with the pieces of one axis in another order."""
+def _reordered(tree: Tree, devices: int, axis: int, order_of: Callable[[int], list[int]]) -> Tree:
+    """Return arrays with the pieces of one axis in the order for a number of devices."""
+    if not is_integer(devices) or devices < 1:
+        raise ArgumentError(
+            f"devices must be the number of devices that share a sequence, an int >= 1; got {given_text(devices)}."
+        )
     if not is_integer(axis):
         raise ArgumentError(f"axis must be an int, the axis of the sequence in each array; got {given_text(axis)}.")
 
@@ -81,11 +81,12 @@ def _reordered(tree: Tree, order: Sequence[int], axis: int) -> Tree:
                 "e.g. axis=0 for arrays without a batch."
             )
         at, length = axis % x.ndim, x.shape[axis]
-        if length % len(order):
+        if length % (2 * devices):
             raise ArgumentError(
-                f"axis {axis} of each array must be divisible by 2 * devices = {len(order)}, got shape "
+                f"axis {axis} of each array must be divisible by 2 * devices = {2 * devices}, got shape "
                 f"{tuple(x.shape)}; pad the sequence."
             )
+        order = order_of(devices)
         shape = (*x.shape[:at], len(order), length // len(order), *x.shape[at + 1 :])
         if isinstance(x, np.ndarray):
             return x.reshape(shape).take(np.asarray(order), axis=at).reshape(x.shape)

@@ -86,9 +86,8 @@ class Plans:
         numbers = with_python_numbers(kernel, args, kwargs)
         if numbers[0] is not args or numbers[1] is not kwargs:
             return self.executor().call(kernel, *numbers, cfg)
-        for path, leaf in jax.tree.leaves_with_path((args, kwargs)):
-            if isinstance(leaf, jax.ShapeDtypeStruct):
-                raise _is_a_type(leaf_name(kernel, path), kernel, leaf)
+        if any(isinstance(array, jax.ShapeDtypeStruct) for array in arrays):
+            raise _has_a_type(kernel, args, kwargs)
         if not compat.tracing.outside_traces():  # the kernel may be gone when the trace is lowered, and a plan with it
             raise Traced
         values = (*args, *kwargs.values())
@@ -124,7 +123,10 @@ class Plans:
         return plan
 
 
-def _is_a_type(name: str, kernel: Kernel[Cfg, Out], array: jax.ShapeDtypeStruct) -> ArgumentError:
+def _has_a_type(kernel: Kernel[Cfg, Out], args: Sequence[object], kwargs: Mapping[str, object]) -> ArgumentError:
+    leaves = jax.tree.leaves_with_path((args, kwargs))
+    path, array = next((path, leaf) for path, leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct))
+    name = leaf_name(kernel, path)
     return ArgumentError(
         f"{kernel.op_id}: {name} is a type without values, {array.dtype}{list(array.shape)}; pass an array, or use "
         "types with jax.eval_shape, jax.jit(...).lower or explain."
