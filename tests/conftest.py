@@ -66,7 +66,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Choose the number of examples and JAX's compilation cache, and share the memory of a required GPU."""
-    gc.disable()  # until all tests are collected
+    if not getattr(config.option, "numprocesses", None):  # in a process that collects tests, until it has them all
+        gc.disable()
     hypothesis.settings.load_profile("whole" if config.getoption("--whole") else "sample")
     if config.getoption("--require") == "gpu":
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -105,10 +105,14 @@ def int32(indices: Any) -> Any:
         return jax.ShapeDtypeStruct(indices.shape, jnp.int32)
     if indices.dtype.itemsize < 4:
         return jnp.asarray(indices).astype(jnp.int32)
-    # Clip before JAX sees a NumPy array: unless it enables 64-bit types, JAX keeps the lower half of each number.
+    return jnp.asarray(_clipped(indices))
+
+
+def _clipped(indices: Any) -> Any:
+    # Before JAX sees a NumPy array: unless it enables 64-bit types, JAX keeps the lower half of each number.
     library = np if isinstance(indices, np.ndarray) else jnp
     least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
-    return jnp.asarray(library.clip(indices, max(least, np.iinfo(indices.dtype).min), most).astype(np.int32))
+    return library.clip(indices, max(least, np.iinfo(indices.dtype).min), most).astype(np.int32)
 
 
 def has_64_bits(value: Any) -> bool:
@@ -121,8 +125,8 @@ def has_64_bits(value: Any) -> bool:
 
 
 def within_32_bits(value: Any) -> Any:
-    """Return a NumPy array of 64-bit integers by `int32`, and any other value unchanged."""
-    return int32(value) if has_64_bits(value) else value
+    """Return a NumPy array of 64-bit integers with 32 bits, as `int32` does, and any other value unchanged."""
+    return _clipped(value) if has_64_bits(value) else value
 
 
 def type_text(value: Any) -> str:

@@ -222,7 +222,7 @@ def grouped_matmul(
     options: dict[str, Any] = {
         "transpose_rhs": transpose_rhs,
         "preferred_element_type": preferred_element_type,
-        "first_group": first_group,
+        "first_group": within_32_bits(first_group),
         "implementation": implementation,
         "cfg": cfg,
     }
@@ -334,7 +334,7 @@ def grouped_matmul_wgrad(
     group_sizes = within_32_bits(group_sizes)
     options: dict[str, Any] = {
         "preferred_element_type": preferred_element_type,
-        "first_group": first_group,
+        "first_group": within_32_bits(first_group),
         "groups": groups,
         "implementation": implementation,
         "cfg": cfg,

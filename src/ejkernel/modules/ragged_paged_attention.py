@@ -101,7 +101,9 @@ def ragged_paged_attention(  # noqa: PLR0917 - the order of the kernels for TPUs
     head_dim, padded = queries.shape[-1], kv_pages.shape[-1]
     window = _window(python_numbers(sliding_window, Takes.NUMBERS))
     scale = _factor("sm_scale", sm_scale) * (1.0 if q_scale is None else _factor("q_scale", q_scale))
-    kv_lens, page_indices, cu_q_lens = map(within_32_bits, (kv_lens, page_indices, cu_q_lens))
+    kv_lens, page_indices, cu_q_lens, distribution = map(
+        within_32_bits, (kv_lens, page_indices, cu_q_lens, distribution)
+    )
     sequences = kv_lens.shape[0]
     number = jnp.arange(sequences + 1, dtype=jnp.int32)
     count = jnp.clip(distribution[-1], 0, sequences)

@@ -103,7 +103,7 @@ def test_the_heuristic_comes_first_and_runs_in_the_final_race(races):
 @pytest.mark.parametrize("kernel", [Double, Rounded], ids=["", "points share configurations"])
 def test_no_candidate_is_measured_twice_before_the_final_race(races, kernel):
     tuned = search(kernel("double"), max_candidates=40)
-    assert len({outcome.config for outcome in tuned.outcomes}) == len(tuned.outcomes)
+    assert len({outcome.config for outcome in tuned.outcomes}) == len(tuned.outcomes) == 40
     screened = [config for _, configs in races[:-2] for config in configs if config != Tile(1, 1)]
     assert len(screened) == len(set(screened))
 

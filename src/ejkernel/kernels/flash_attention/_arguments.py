@@ -24,6 +24,7 @@ SlidingWindow = Integer | tuple[Integer | None, Integer | None]
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _MANY_HEADS, _FEW_KEYS = 256, 128  # more heads than models have, with fewer keys than heads
 _ODD = -0x61C88647  # -2**32 / golden ratio: its multiples are far from each other
+_SALT = 0x2545F491  # tells numbers beyond 32 bits from those with the same lower half
 _FAR = 1 << 30  # a window side beyond every array; positions and sides are added as 32-bit integers
 
 
@@ -161,7 +162,7 @@ def canonical_segments(segments: Any, full: tuple[int, ...]) -> tuple[Any, Any] 
 def segments_within_32_bits(segments: Any) -> Any:
     """Return segment ids with NumPy arrays of 64 bits as int32, before an eager call."""
     if isinstance(segments, tuple | list):
-        return tuple(map(segments_within_32_bits, segments))
+        return type(segments)(map(segments_within_32_bits, segments)) if any(map(has_64_bits, segments)) else segments
     return _narrow(segments) if has_64_bits(segments) else segments
 
 
@@ -169,12 +170,14 @@ def _narrow(ids: Any) -> Any:
     """Return ids as int32: the same numbers if they fit, else hashes, which seldom meet."""
     if isinstance(ids, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(ids.shape, jnp.int32)
-    low = jnp.asarray(ids, jnp.int32)
-    if ids.dtype.itemsize < (4 if ids.dtype.kind == "u" else 5):
+    # NumPy arrays by NumPy: JAX would keep the lower half of 64 bits, and takes longer.
+    library, is_unsigned = np if isinstance(ids, np.ndarray) else jnp, ids.dtype.kind == "u"
+    low = ids.astype(np.int32)
+    if ids.dtype.itemsize < (4 if is_unsigned else 5):
         return low
-    high = jnp.asarray(ids >> 32, jnp.int32) if ids.dtype.itemsize == 8 else jnp.int32(0)
-    beyond = high - (low >> 31)  # 0 for numbers that fit
-    return low ^ (beyond * jnp.int32(_ODD))
+    high = (ids >> 32).astype(np.int32) if ids.dtype.itemsize == 8 else library.zeros_like(low)
+    fits = (high == 0) & (low >= 0) if is_unsigned else high == low >> 31
+    return library.where(fits, low, low ^ (high * np.int32(_ODD)) ^ np.int32(_SALT))
 
 
 def canonical_lengths(pair: tuple[Any, Any], batch: int) -> tuple[Any, Any] | None:

@@ -129,8 +129,8 @@ class Problem:
     def statistics(self, s: jax.Array) -> Partial:
         """Return the statistics of these logits."""
         names = self.call.statistics
-        # Its derivative cancels. JAX divides that by the number of logits equal to it, which may be 0: XLA computes the
-        # logits again, and rounds them otherwise.
+        # A shift changes no result, so it needs no derivative. JAX's derivative of a maximum divides by the number of
+        # logits equal to it. That may be 0: XLA computes the logits twice, and may round them differently.
         top = lax.stop_gradient(s.max(axis=1))
         exponentials = jnp.exp(s - finite_top(top)[:, None])
         nothing = jnp.zeros_like(top)

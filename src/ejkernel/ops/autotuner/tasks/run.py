@@ -223,7 +223,9 @@ class TuningRun:
                 strategy.tell(candidate.config, pool.comparable_seconds(candidate))
             pool.release_losers()
             room = 0 if pool.must_end() else min(_BATCH, total - len(pool.tried))
-            batch = _untried(strategy.ask(room), pool.tried) if room > 0 else []
+            batch = []
+            while room > 0 and not batch and (asked := strategy.ask(room)):  # points may share tried configurations
+                batch = _untried(asked, pool.tried)
         ended_early = room == 0 and len(pool.tried) < total
         known = (outcome.config for outcome in self.task.known if outcome.config in space)
         pool.tried += filter(pool.recall, _untried(known, pool.tried))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import math
@@ -197,16 +196,18 @@ def in_parallel(do: Callable[[str], _T], items: Iterable[str]) -> list[_T]:
     """
     todo = list(items)
     found: list[_T] = []
-    raised: list[OSError | EjkernelError] = []
+    raised: list[Exception] = []
 
     def work() -> None:
-        with contextlib.suppress(IndexError):  # nothing is left
-            while not raised:
+        while not raised:
+            try:
                 item = todo.pop()
-                try:
-                    found.append(do(item))
-                except (OSError, EjkernelError) as error:
-                    raised.append(error)
+            except IndexError:  # nothing is left
+                return
+            try:
+                found.append(do(item))
+            except Exception as error:  # noqa: BLE001 - the caller's thread raises it
+                raised.append(error)
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(min(_AT_ONCE, len(todo)))]
     for thread in threads:
