@@ -101,12 +101,10 @@ def ragged_paged_attention(  # noqa: PLR0917 - the order of the kernels for TPUs
     head_dim, padded = queries.shape[-1], kv_pages.shape[-1]
     window = _window(python_numbers(sliding_window, Takes.NUMBERS))
     scale = _factor("sm_scale", sm_scale) * (1.0 if q_scale is None else _factor("q_scale", q_scale))
-    kv_lens, page_indices, cu_q_lens, distribution = map(
-        within_32_bits, (kv_lens, page_indices, cu_q_lens, distribution)
-    )
+    kv_lens, page_indices, cu_q_lens = map(within_32_bits, (kv_lens, page_indices, cu_q_lens))
     sequences = kv_lens.shape[0]
     number = jnp.arange(sequences + 1, dtype=jnp.int32)
-    count = jnp.clip(distribution[-1], 0, sequences)
+    count = jnp.clip(within_32_bits(distribution)[-1], 0, sequences)
     batch = (
         _table(page_indices, sequences),
         jnp.where(number <= count, cu_q_lens, jnp.asarray(cu_q_lens)[count]),

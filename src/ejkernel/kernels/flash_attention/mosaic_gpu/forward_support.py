@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ejkernel.kernels._hopper import MULTIPROCESSORS
 from ejkernel.kernels.flash_attention.common import AttentionCall
@@ -122,10 +122,6 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
         plan = forward_plan(call, ForwardParams(pack_heads=pack_heads, warpgroups=warpgroups))
         return packing_fault(plan, call) is None
 
-    def order(heads_first: bool, persistent: bool, pack_heads: bool, warpgroups: int) -> bool:
-        params = ForwardParams(persistent=persistent, pack_heads=pack_heads, warpgroups=warpgroups)
-        return not (heads_first and forward_plan(call, params).deals_by_length)
-
     either = (False, True)
     # The heuristic is in the space, even if it is a fallback.
     few = heuristic(call)
@@ -143,9 +139,17 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
             "fma_columns": tuple({few.fma_columns: None, 0: None}),
             "align_keys": either if _has_unaligned_rows(call) else (False,),
         },
-        constraints=(memory, registers, packing, order, _persistence, _several),
+        constraints=(memory, registers, packing, _order_of(call), _persistence, _several),
         build=ForwardParams,
     )
+
+
+def _order_of(call: AttentionCall) -> Callable[..., bool]:
+    def order(heads_first: bool, persistent: bool, pack_heads: bool, warpgroups: int) -> bool:
+        params = ForwardParams(persistent=persistent, pack_heads=pack_heads, warpgroups=warpgroups)
+        return not (heads_first and forward_plan(call, params).deals_by_length)
+
+    return order
 
 
 def _persistence(query_buffers: int, persistent: bool) -> bool:

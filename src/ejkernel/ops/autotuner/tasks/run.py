@@ -15,7 +15,7 @@ from ejkernel.ops.autotuner.bench.timing import Timing
 from ejkernel.ops.autotuner.measure.paired import PairedSampling
 from ejkernel.ops.autotuner.measure.sampling import Sampling, SamplingPlan
 from ejkernel.ops.autotuner.process.watch import Cancellation, Watch
-from ejkernel.ops.autotuner.search.strategies import default_strategy
+from ejkernel.ops.autotuner.search.strategies import Strategy, default_strategy
 from ejkernel.ops.autotuner.tasks.decisions import Decider, why_it_stays, why_open, why_passed_over
 from ejkernel.ops.autotuner.tasks.pool import Budget, Pool
 from ejkernel.ops.autotuner.tasks.task import Configurations, SharedCall, TuningTask
@@ -211,7 +211,7 @@ class TuningRun:
         total = most if points is None else min(len(points), most)
         strategy = default_strategy(space, seeds=first, records=self.task.records, seed=self.task.seed)
         # The heuristic comes first and alone: all later times are compared with it.
-        batch = _untried(first) or _untried(strategy.ask(_BATCH))
+        batch = _untried(first) or _asked(strategy, _BATCH)
         pool.begin(total, batch[0])
         room = total
         while batch:
@@ -223,9 +223,7 @@ class TuningRun:
                 strategy.tell(candidate.config, pool.comparable_seconds(candidate))
             pool.release_losers()
             room = 0 if pool.must_end() else min(_BATCH, total - len(pool.tried))
-            batch = []
-            while room > 0 and not batch and (asked := strategy.ask(room)):  # points may share tried configurations
-                batch = _untried(asked, pool.tried)
+            batch = _asked(strategy, room, pool.tried)
         ended_early = room == 0 and len(pool.tried) < total
         known = (outcome.config for outcome in self.task.known if outcome.config in space)
         pool.tried += filter(pool.recall, _untried(known, pool.tried))
@@ -235,6 +233,14 @@ class TuningRun:
     @property
     def _plan(self) -> SamplingPlan:
         return SamplingPlan(rounds=self.task.rounds)
+
+
+def _asked(strategy: Strategy, room: int, tried: Sequence[Candidate] = ()) -> list[Candidate]:
+    """Return new candidates that a strategy proposes, at most `room`; none if there are no more points."""
+    while room > 0 and (asked := strategy.ask(room)):
+        if batch := _untried(asked, tried):
+            return batch
+    return []
 
 
 def _untried(configs: Iterable[object], tried: Sequence[Candidate] = ()) -> list[Candidate]:
