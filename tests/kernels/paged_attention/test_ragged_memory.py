@@ -39,6 +39,13 @@ def test_the_estimate_of_common_heads_and_blocks_is_the_compilers_figure(
     assert taken < need.most < capped.most <= 1.055 * taken
 
 
+def test_a_soft_cap_takes_more_of_kernels_with_many_registers():
+    call = call_of(V6E, "bfloat16", (16, 4), 2048, 64, (8, 32), window=99, soft_cap=9.0)
+    params = TpuRaggedParams(block_pages=16, block_queries=128)
+    assert _ragged_memory.is_listed(call, params)
+    assert 20_844_544 <= _ragged_memory.memory(call, params).most <= 1.1 * 20_844_544
+
+
 @pytest.mark.parametrize(
     ("chip", "dtype", "heads", "tokens", "page", "pages", "taken"),
     [
