@@ -129,9 +129,7 @@ class Problem:
     def statistics(self, s: jax.Array) -> Partial:
         """Return the statistics of these logits."""
         names = self.call.statistics
-        # A shift changes no result, so it needs no derivative. JAX's derivative of a maximum divides by the number of
-        # logits equal to it. That may be 0: XLA computes the logits twice, and may round them differently.
-        top = lax.stop_gradient(s.max(axis=1))
+        top = _row_max(s)
         exponentials = jnp.exp(s - finite_top(top)[:, None])
         nothing = jnp.zeros_like(top)
         # Where a logit is -inf, its product with 0 is NaN.
@@ -186,6 +184,25 @@ class Problem:
             dx, dweight = (dx * factor).astype(dtypes[0]), (dweight * factor).astype(dtypes[1])
             dbias = None if dbias is None else dbias * factor[0]
         return {"x": dx, "weight": dweight, "bias": dbias}
+
+
+@jax.custom_jvp
+def _row_max(s: jax.Array) -> jax.Array:
+    """Return the largest number of each row.
+
+    JAX divides the derivative by how many numbers are equal to it. These may be none, because XLA may compute `s` twice
+    and round it differently. Of a shift, any derivative is right; this one loses the fewest digits.
+    """
+    return s.max(axis=1)
+
+
+@_row_max.defjvp
+def _row_max_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (s,), (tangent,) = primals, tangents
+    top = _row_max(s)
+    hit = s == top[:, None]
+    count = jnp.maximum(hit.sum(axis=1, dtype=s.dtype), 1)
+    return top, jnp.where(hit, tangent, 0).sum(axis=1) / count
 
 
 def _in_range(given: Coefficients) -> tuple[Coefficients, jax.Array]:
