@@ -23,7 +23,7 @@ def tiles_and_rows(backend: Backend, shape: tuple[int, ...], dtype: Any, swizzle
 def columns_from(array: Any, start: Any, size: int) -> Any:
     """Return a slice of an array's columns; copies fill those past the end with zeros, or leave them out.
 
-    Pallas refuses constants that are out of bounds, so such a start is computed.
+    Pallas refuses a constant start out of bounds, so the kernel computes it.
     """
     is_inside = not isinstance(start, int) or start + size <= array.shape[-1]
     return pl.ds(start if is_inside else lax.add(np.int32(start), np.int32(0)), size)

@@ -79,7 +79,7 @@ class RowKernel:
         return values * (weight + offset if offset else weight)
 
     def _to_normalise(self, read: Sequence[Any], written: Sequence[Any]) -> Any:
-        """Return the row to normalise: the one that is read, or its sum with the residual, which is stored first."""
+        """Return the row to normalise; with a residual, store the sum first and return it."""
         if not self.plan.formula.residual:
             return read[0]
         # Rounded first: the rows to normalise are the sums that the kernel returns, as in plain JAX.

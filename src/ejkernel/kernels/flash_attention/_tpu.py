@@ -77,10 +77,10 @@ def without_rest(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
 
 
 def heads_first(x: jax.Array, length: int) -> jax.Array:
-    """Return an array with heads before a sequence that is padded to this length."""
+    """Pad the sequence to this length, and return the array with heads before it."""
     return jnp.swapaxes(jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0))), 1, 2)
 
 
 def heads_last(x: jax.Array, length: int) -> jax.Array:
-    """Return an array with heads after a sequence that is cropped to this length."""
+    """Crop the sequence to this length, and return the array with heads after it."""
     return jnp.swapaxes(x[:, :, :length], 1, 2)

@@ -460,7 +460,7 @@ def _preferred_causal(call: AttentionCall, *, narrow: bool) -> ForwardParams:
 
 
 def _with_output_buffer(call: AttentionCall, params: ForwardParams) -> ForwardParams:
-    """Return the parameters; of a short call, the output has its own buffer if there is room beside all others.
+    """Return the parameters; a short call gets a separate output buffer if shared memory has room for it.
 
     The queries of the next tile then need not wait until the output is stored.
     """

@@ -2,7 +2,7 @@
 """The schedule of a persistent forward: the tiles of each block of threads.
 
 Under a causal mask or a window some tiles are longer than others. Dealt in turns, they left some blocks of threads with
-up to 1.7 times the mean work.
+up to 1.7 times the mean work. Segments and key lengths are known only when the call runs; then XLA orders the tiles.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _dealt(plan: ForwardPlan) -> tuple[list[list[int]], list[float]]:
 def tile_work(plan: ForwardPlan) -> np.ndarray:
     """Return the estimated time of each tile, `[plan.tiles]`, from its number of key blocks inside the window.
 
-    What arrays hide is ignored. The unit is arbitrary, the same for all sizes in `_TIMES`.
+    Segments, masks and lengths do not count. The unit is arbitrary, the same for all sizes in `_TIMES`.
     """
     rules, numbers = plan.rules, np.arange(plan.tiles)
     row_tile = plan.row_tiles - 1 - numbers % (plan.row_tiles * plan.bundle) // plan.bundle

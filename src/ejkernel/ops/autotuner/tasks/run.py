@@ -236,7 +236,7 @@ class TuningRun:
 
 
 def _asked(strategy: Strategy, room: int, tried: Sequence[Candidate] = ()) -> list[Candidate]:
-    """Return new candidates that a strategy proposes, at most `room`; none if there are no more points."""
+    """Ask a strategy for at most `room` new candidates; return none if it has no more points."""
     while room > 0 and (asked := strategy.ask(room)):
         if batch := _untried(asked, tried):
             return batch
@@ -244,7 +244,7 @@ def _asked(strategy: Strategy, room: int, tried: Sequence[Candidate] = ()) -> li
 
 
 def _untried(configs: Iterable[object], tried: Sequence[Candidate] = ()) -> list[Candidate]:
-    """Return one candidate for each distinct configuration that was not tried; points of a space may share one."""
+    """Return a candidate for each new configuration; several points of a space may have the same."""
     return list(map(Candidate, distinct(configs, but=[candidate.config for candidate in tried])))
 
 

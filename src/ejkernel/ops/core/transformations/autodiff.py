@@ -224,7 +224,7 @@ class ResidualVjp(ThroughResiduals):
             saved, primals, given = self._split(arrays)
             if choice.types_only:
                 return tuple(primal for primal, has in zip(primals, self.wrt, strict=True) if has)
-            # What JAX differentiates as a whole has no residuals.
+            # JAX differentiates the whole forward here, without residuals.
             if choice.by_jax:
                 return Vjp(self.of, self.count, self.wrt, self.outs).flat(choice)(*primals, *given)
             remaining = iter(given)
