@@ -4,14 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 
 import pytest
+from benchmarks.attention_cases import case_named
 
-from ejkernel.kernels.flash_attention.common import Rules
+from ejkernel.kernels.flash_attention._few_scores import is_fastest_in_plain_jax
+from ejkernel.kernels.flash_attention.common import AttentionCall, Rules
 from ejkernel.kernels.flash_attention.mosaic_gpu import choice
 from ejkernel.modules import FlashAttention
 
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+NAMES = ("mosaic_gpu", "xla")
 MEASURED = list(choice.measured())
 
 
@@ -71,3 +77,57 @@ def test_a_part_of_a_tile_uses_cudnn():
     call = next(one.call for one in MEASURED if not one.call.backward and one.gain > 0.2)
     queries = [dataclasses.replace(call, query=(64, count, 8, 128), rules=Rules(scale=1.0)) for count in (1, 63, 200)]
     assert [preference(one) for one in queries] == [0, 0, 1]
+
+
+def call_of(case, **more):
+    """Return a benchmark's case as a call for a Hopper GPU."""
+    (heads, groups), (dim, value_dim) = case.heads, case.dims
+    return AttentionCall(
+        query=(case.batch, case.seq, heads, dim),
+        key=(case.batch, case.seq, groups, dim),
+        value=(case.batch, case.seq, groups, value_dim),
+        dtype=case.dtype,
+        key_lengths=case.lengths,
+        rules=Rules(scale=1.0, right=0 if case.causal else None),
+        platform="gpu",
+        **more,
+    )
+
+
+@pytest.mark.parametrize(("direction", "most"), [("forward", 1.17), ("forward and backward", 1.12)])
+def test_few_scores_use_the_faster_of_plain_jax_and_our_kernels(direction, most):
+    """On average within 2 % of the faster one; at worst a forward loses what its gradient gains."""
+    rows = json.loads((RESULTS / "attention_few_scores_gpu.json").read_text(encoding="utf-8"))[direction]
+    ratios, gains = [], []
+    for name, row in rows.items():
+        case, times = case_named(name), row["us"]
+        chosen = {NAMES[is_fastest_in_plain_jax(call_of(case, backward=x))] for x in (False, "backward" in direction)}
+        if len(chosen) == 1:  # a forward and a backward by different ones were not measured
+            time = times[chosen.pop()]
+            ratios.append(time / min(times[name] for name in NAMES))
+            gains.append(times["mosaic_gpu"] / time)
+    assert len(ratios) >= 75
+    assert math.prod(ratios) ** (1 / len(ratios)) <= 1.02
+    assert max(ratios) <= most
+    assert max(gains) >= 1.8
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"platform": "tpu"},
+        {"device_fingerprint": "gpu:NVIDIA A100"},
+        {"dtype": "float32"},
+        {"segments": True},
+        {"rules": Rules(scale=1.0, left=31, right=0)},
+        {"query": (1, 508, 1, 256), "key": (1, 508, 1, 256), "value": (1, 508, 1, 256)},
+        {"examples": 2},
+        {"partitioned": True},
+    ],
+    ids=str,
+)
+def test_which_calls_with_few_scores_stay_with_kernels(change):
+    call = call_of(case_named("causal B1 T512 H1/1 D256"))
+    assert is_fastest_in_plain_jax(call)
+    assert FlashAttention.implementations["xla"].preference(call) > 1
+    assert not is_fastest_in_plain_jax(dataclasses.replace(call, **change))

@@ -69,6 +69,62 @@ def test_a_single_visible_block_is_not_the_only_one():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+SMALL = {
+    "mask": CASE,
+    "bias, cap": dataclasses.replace(CASE, mask=None, bias=(1, 2, 24, 24), rules=Rules(scale=0.3, soft_cap=2.0)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
+def test_a_small_gradient_takes_no_log_sum_exp(case, dtype, monkeypatch):
+    monkeypatch.setattr(_xla_blocks.compat.programs, "target_kind", lambda: "gpu")
+    operands = case.operands(dtype)._replace(
+        key_lengths=jnp.asarray([24, 3, 0, 20, 11, 24]), query_lengths=jnp.asarray([24, 24, 24, 5, 24, 0])
+    )
+    out, lse = XLA.attend(operands, case.rules, FORWARD)
+    dout = jnp.cos(out)
+    found = XLA.differentiate(operands, (jnp.nan * out, jnp.nan * lse), dout, case.rules, BACKWARD)
+
+    def scalar(query, key, value, bias):
+        own = operands._replace(query=query, key=key, value=value, bias=bias)
+        return (attention(own, case.rules)[0] * dout.astype(jnp.float32)).sum()
+
+    inputs = (operands.query, operands.key, operands.value, operands.bias)
+    expected = jax.grad(scalar, [i for i, x in enumerate(inputs) if x is not None])(*inputs)
+    tolerance = 4e-3 if dtype == "float16" else 1e-5
+    for one, other in zip([x for x in found if x is not None], expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "block", "is_read"),
+    [
+        ({}, {}, None, False),
+        ({}, {"sinks"}, None, True),
+        ({}, {"dlse"}, None, True),
+        ({"rules": Rules(scale=0.3, partial=True)}, {}, None, True),
+        ({"rules": Rules(scale=0.3, dropout_rate=0.5)}, {}, None, True),
+        ({}, {}, 8, True),
+        ({"batch": 1 << 13}, {}, None, True),
+    ],
+    ids=["small", "sinks", "a cotangent of it", "a part of the keys", "dropout", "several blocks", "large"],
+)
+def test_which_gradients_read_the_log_sum_exp(change, more, block, is_read, monkeypatch):
+    monkeypatch.setattr(_xla_blocks.compat.programs, "target_kind", lambda: "gpu")
+    case = dataclasses.replace(CASE, mask=None, **change)
+    operands, lse = case.types(), jax.ShapeDtypeStruct((case.batch, 2, 24), jnp.float32)
+    operands = operands._replace(sinks=jax.ShapeDtypeStruct((2,), jnp.float32) if "sinks" in more else None)
+
+    def pull(operands, out, lse):
+        given = {"dlse": lse} if "dlse" in more else {}
+        return XLA.differentiate(operands, (out, lse), out, case.rules, BwdParams(q_blocksize=block), **given)
+
+    program = jax.make_jaxpr(pull)(operands, operands.query, lse).jaxpr
+    assert is_read == any(program.invars[-1] in equation.invars for equation in program.eqns)
+
+
 @pytest.mark.parametrize(
     ("change", "blocks", "count"),
     [

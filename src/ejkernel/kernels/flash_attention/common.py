@@ -157,6 +157,7 @@ class AttentionImplementation(Implementation[AttentionCall]):
 
     residuals = "the log-sum-exp of every row, [batch, heads, queries] in float32"
     adds_sinks = False  # whether `attend` does
+    is_told_of_sinks = False  # whether the operands of `differentiate` have them; its residuals include them anyway
 
     def attend(self, operands: Operands, rules: Rules, params: Any) -> Residuals:
         """Return the output and the log-sum-exp; the operands have sinks only if `adds_sinks`."""
@@ -198,7 +199,8 @@ class AttentionImplementation(Implementation[AttentionCall]):
             out, dlse = out[0], jnp.where(lse == EMPTY_ROW_LSE, 0, cotangents[1].astype(lse.dtype))
         more = {} if dlse is None else {"dlse": dlse}
         residuals = out, lse_of_keys(operands, lse)
-        found = self.differentiate(operands._replace(sinks=None), residuals, dout, call.rules, params, **more)
+        own = operands if self.is_told_of_sinks else operands._replace(sinks=None)
+        found = self.differentiate(own, residuals, dout, call.rules, params, **more)
         dsinks = gradient_of_sinks(operands.sinks, out, lse, (dout, *more.values()))
         return (*found, None, None, None, dsinks, None)[: len(args)]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.values.signature import is_known
 
+from ._few_scores import is_fastest_in_plain_jax, is_one_step
 from ._xla_blocks import (
     Blocks,
     Grid,
@@ -75,6 +76,7 @@ class Xla(AttentionImplementation):
     params = FwdParams
     bwd_params = BwdParams
     differentiable = True
+    is_told_of_sinks = True
     features = frozenset(
         (
             "query_lengths",
@@ -86,6 +88,10 @@ class Xla(AttentionImplementation):
             "precision",
         )
     )
+
+    def preference(self, call: AttentionCall) -> int:
+        """Return 2 if this is faster than the kernels for Hopper, else 0."""
+        return 2 * is_fastest_in_plain_jax(call)
 
     def heuristic(self, call: AttentionCall) -> FwdParams | BwdParams:
         """Return the default block sizes of the platform."""
@@ -172,49 +178,80 @@ class Xla(AttentionImplementation):
         dlse: jax.Array | None = None,
     ) -> Gradients:
         """See `AttentionImplementation`; recomputes the probabilities block by block."""
+        has_sinks, operands = operands.sinks is not None, operands._replace(sinks=None)
         call = describe(operands, rules, backward=True)
-        arrays = operands, residuals, dout, dlse = unify_varying((operands, residuals, dout, dlse))
+        arrays = unify_varying((operands, residuals, dout, dlse))
+        if dlse is None and not has_sinks and is_one_step(call, params.q_blocksize, params.kv_blocksize):
+            return _differentiated_at_once(arrays[0], arrays[2], grid_of(call, params))
         batch, count = call.query[0], examples_at_once(call, params.q_blocksize, params.kv_blocksize)
-        if count != batch:
 
-            def part(some: Any) -> Gradients:
-                operands, residuals, dout, dlse = some
-                return self.differentiate(operands, residuals, dout, rules, params, dlse=dlse)
+        def pull(some: Any) -> Gradients:
+            operands, residuals, dout, dlse = some
+            return _differentiated(operands, residuals, dout, dlse, rules, params)
 
-            return cast(Gradients, over_examples(part, arrays, batch, count))
-        (out, lse), grid = residuals, grid_of(call, params)
-        blocks = grid.split(operands)
-        delta = jnp.einsum("bqhe,bqhe->bhq", out, dout, preferred_element_type=grid.dtype)
-        # Padding rows see no key, so they add nothing to any gradient.
-        lse = grid.split_rows(lse.astype(grid.dtype), fill=EMPTY_ROW_LSE)
-        empty = lse == EMPTY_ROW_LSE
-        rows = RowBlocks(
-            dout=grid.split_queries(dout),
-            top=jnp.where(empty, jnp.inf, jnp.zeros_like(lse)),
-            rest=jnp.where(empty, 0, lse),
-            delta=grid.split_rows(delta, fill=0),
-        )
-        if not rules.partial:  # the sums over all keys are not those over these
-            rows = exact_rows(rows, blocks, grid)
-        if dlse is not None:  # d lse / d logits are the weights, so dlse enters as -delta does
-            rows = rows._replace(delta=rows.delta - grid.split_rows(dlse.astype(grid.dtype), fill=0))
-        sums = (blocks.query, blocks.key, blocks.value, blocks.bias)
-        carry: Any = tuple(None if x is None else full(x.shape, 0, grid.dtype, blocks) for x in sums)
+        return cast(Gradients, over_examples(pull, arrays, batch, count)) if count != batch else pull(arrays)
 
-        def add(sums: Any, pair: jax.Array) -> Any:
-            return _add_gradients(sums, blocks, rows, grid, pair)
 
-        def step(carry: Any, pair: jax.Array) -> tuple[Any, None]:
-            new = where_they_meet(add, _sums_of(carry, grid, pair), pair, blocks, grid)
-            return _put_sums(carry, new, grid, pair), None
+def _differentiated(
+    operands: Operands,
+    residuals: Residuals,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    rules: Rules,
+    params: BwdParams,
+) -> Gradients:
+    """Return the gradients of some examples."""
+    (out, lse), grid = residuals, grid_of(describe(operands, rules, backward=True), params)
+    blocks = grid.split(operands)
+    delta = jnp.einsum("bqhe,bqhe->bhq", out, dout, preferred_element_type=grid.dtype)
+    # Padding rows see no key, so they add nothing to any gradient.
+    lse = grid.split_rows(lse.astype(grid.dtype), fill=EMPTY_ROW_LSE)
+    empty = lse == EMPTY_ROW_LSE
+    rows = RowBlocks(
+        dout=grid.split_queries(dout),
+        top=jnp.where(empty, jnp.inf, jnp.zeros_like(lse)),
+        rest=jnp.where(empty, 0, lse),
+        delta=grid.split_rows(delta, fill=0),
+    )
+    if not rules.partial:  # the sums over all keys are not those over these
+        rows = exact_rows(rows, blocks, grid)
+    if dlse is not None:  # d lse / d logits are the weights, so dlse enters as -delta does
+        rows = rows._replace(delta=rows.delta - grid.split_rows(dlse.astype(grid.dtype), fill=0))
 
-        dquery, dkey, dvalue, dbias = _over_pairs(step, carry, grid)
-        return (
-            grid.join_queries(dquery).astype(operands.query.dtype),
-            grid.join_keys(dkey).astype(operands.key.dtype),
-            grid.join_keys(dvalue / (1 - rules.dropout_rate)).astype(operands.value.dtype),
-            None if operands.bias is None else grid.join_bias(dbias, operands.bias),
-        )
+    def add(sums: Any, pair: jax.Array) -> Any:
+        return _add_gradients(sums, blocks, rows, grid, pair)
+
+    def step(carry: Any, pair: jax.Array) -> tuple[Any, None]:
+        new = where_they_meet(add, _sums_of(carry, grid, pair), pair, blocks, grid)
+        return _put_sums(carry, new, grid, pair), None
+
+    return _joined(_over_pairs(step, _zeros(blocks, grid), grid), operands, grid)
+
+
+def _differentiated_at_once(operands: Operands, dout: jax.Array, grid: Grid) -> Gradients:
+    """Return the gradients of a single pair of blocks.
+
+    The softmax is that of `_attend_at_once`. In a program with both, XLA computes it once, and no log-sum-exp.
+    """
+    blocks, pair = grid.split(operands), jnp.asarray(grid.pairs[0])
+    logits = logits_of(blocks, grid, pair)
+    weights = _exponentials(logits.values, logits.factor)[0]
+    softmax = _Softmax(weights / _positive(weights.sum(axis=-1, keepdims=True)), None, logits.slope)
+    carry = _zeros(blocks, grid)
+    dout = take(grid.split_queries(dout), pair[0])
+    sums = _add_products(_sums_of(carry, grid, pair), blocks, dout, softmax, grid, pair)
+    return _joined(_put_sums(carry, sums, grid, pair), operands, grid)
+
+
+def _joined(sums: _Sums, operands: Operands, grid: Grid) -> Gradients:
+    """Return the gradients in the shapes and dtypes of the operands."""
+    dquery, dkey, dvalue, dbias = sums
+    return (
+        grid.join_queries(dquery).astype(operands.query.dtype),
+        grid.join_keys(dkey).astype(operands.key.dtype),
+        grid.join_keys(dvalue / (1 - grid.rules.dropout_rate)).astype(operands.value.dtype),
+        None if operands.bias is None or dbias is None else grid.join_bias(dbias, operands.bias),
+    )
 
 
 def _attend_at_once(blocks: Blocks, grid: Grid) -> tuple[jax.Array, jax.Array]:
@@ -227,7 +264,7 @@ def _attend_at_once(blocks: Blocks, grid: Grid) -> tuple[jax.Array, jax.Array]:
     pair = jnp.asarray(grid.pairs[0])
     logits, value = logits_of(blocks, grid, pair), take(blocks.value, pair[1])
     weights = _exponentials(logits.values, logits.factor)[0]
-    total = jnp.maximum(weights.sum(axis=-1, keepdims=True), float(np.finfo(np.float32).tiny))
+    total = _positive(weights.sum(axis=-1, keepdims=True))
     out = grid.dot("bgrqk,bgke->bgrqe", (weights / total).astype(value.dtype), value)
     # A copy for XLA, which computes it only if the log-sum-exp is used.
     weights, top = _exponentials(lax.optimization_barrier(logits.values), logits.factor)
@@ -243,6 +280,11 @@ def _exponentials(values: jax.Array, factor: float) -> tuple[jax.Array, jax.Arra
     return jnp.exp((values - top) * factor), top[..., 0]
 
 
+def _positive(total: jax.Array) -> jax.Array:
+    """Return sums of exponentials, of which those without a visible key are not zero."""
+    return jnp.maximum(total, float(np.finfo(np.float32).tiny))
+
+
 def _params(call: AttentionCall, q_block: int | None = None, kv_block: int | None = None) -> FwdParams | BwdParams:
     of_direction = BwdParams if call.backward else FwdParams
     return of_direction(q_blocksize=q_block, kv_blocksize=kv_block)
@@ -256,6 +298,20 @@ def _over_pairs(step: Callable[[Any, jax.Array], tuple[Any, None]], carry: Any, 
 
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+
+
+class _Softmax(NamedTuple):
+    """The weights of a pair, the sum of each row's weights times their gradients if it is known, and `Logits.slope`."""
+
+    weights: jax.Array
+    delta: jax.Array | None
+    slope: jax.Array | None
+
+
+def _zeros(blocks: Blocks, grid: Grid) -> _Sums:
+    """Return the gradients before the first pair."""
+    query, key, value = (full(x.shape, 0, grid.dtype, blocks) for x in (blocks.query, blocks.key, blocks.value))
+    return query, key, value, None if blocks.bias is None else full(blocks.bias.shape, 0, grid.dtype, blocks)
 
 
 def _sums_of(sums: _Sums, grid: Grid, pair: jax.Array) -> _Sums:
@@ -274,18 +330,27 @@ def _put_sums(sums: _Sums, parts: _Sums, grid: Grid, pair: jax.Array) -> _Sums:
 
 def _add_gradients(sums: _Sums, blocks: Blocks, rows: RowBlocks, grid: Grid, pair: jax.Array) -> _Sums:
     """Return `sums`, the gradients of one pair's blocks, plus the contributions of that pair."""
+    i = pair[0]
+    logits = logits_of(blocks, grid, pair)
+    differences = (logits.values - take(rows.top, i)[..., None]) * logits.factor - take(rows.rest, i)[..., None]
+    softmax = _Softmax(jnp.exp(at_most_zero(differences)), take(rows.delta, i), logits.slope)
+    return _add_products(sums, blocks, take(rows.dout, i), softmax, grid, pair)
+
+
+def _add_products(
+    sums: _Sums, blocks: Blocks, dout: jax.Array, softmax: _Softmax, grid: Grid, pair: jax.Array
+) -> _Sums:
+    """Return `sums` plus the products of a pair's softmax, queries, keys, values and `dout`."""
     dquery, dkey, dvalue, dbias = sums
     i, j = pair[0], pair[1]
     query, key, value = take(blocks.query, i), take(blocks.key, j), take(blocks.value, j)
-    dout = take(rows.dout, i)
-    logits = logits_of(blocks, grid, pair)
-    slope = logits.slope
-    differences = (logits.values - take(rows.top, i)[..., None]) * logits.factor - take(rows.rest, i)[..., None]
-    weights = jnp.exp(at_most_zero(differences))
+    weights, delta, slope = softmax
     keep = weights_kept(blocks, grid, pair)
     used = weights if keep is None else jnp.where(keep, weights, 0)
     dweights = gradient_of_weights(dout, value, keep, grid)
-    dlogits = weights * (dweights - take(rows.delta, i)[..., None])
+    if delta is None:
+        delta = (weights * dweights).sum(axis=-1)
+    dlogits = weights * (dweights - delta[..., None])
     dproducts = dlogits if slope is None else dlogits * slope
     if dbias is not None:
         dlogits = dproducts if grid.rules.cap_after_bias else dlogits

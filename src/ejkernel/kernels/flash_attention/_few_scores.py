@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls with few scores: on a GPU, plain JAX is a few products of whole matrices, and starting them takes most time.
+
+Measured on one H200: `benchmarks/results/attention_few_scores_gpu.json`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ejkernel.kernels._hopper import unavailable
+from ejkernel.ops.utils.values.signature import is_known
+
+from ._xla_blocks import default_blocks, has_blocks, is_on_gpu
+from .common import AttentionCall
+
+_FEW = 1 << 22  # scores of a gradient that computes its softmax again
+_FEW_OF_WIDE = 1 << 21  # scores of heads with more than 256 columns
+_NARROWEST_OF_WIDE = 257
+_LEAST_WORK = 9_000_000  # queries of a head, times its columns squared: with less, a kernel with few tiles is fast too
+_ALIGNED = 8  # rows; products of other lengths take twice as long
+
+
+def is_one_step(call: AttentionCall, q_block: int | None, kv_block: int | None) -> bool:
+    """Return whether a gradient computes its softmax again instead of reading the log-sum-exp.
+
+    In a program with the forward, XLA computes this softmax once, and the log-sum-exp, two more kernels, not at all:
+    causal attention of 512 tokens and one head of 256 columns took 27.7 us with its gradient instead of 40.7.
+
+    Args:
+        call: The call.
+        q_block, kv_block: The blocks; `None` for the default.
+    """
+    if call.rules.partial or call.rules.dropout_rate or not (is_on_gpu(call) and has_blocks(call)):
+        return False
+    blocks = q_block or default_blocks(call)[0], kv_block or default_blocks(call)[1]
+    return is_known(*call.query) and blocks == (call.query[1], call.key[1]) and _scores(call) <= _FEW
+
+
+def is_fastest_in_plain_jax(call: AttentionCall) -> bool:
+    """Return whether plain JAX is faster than our kernels and cuDNN on a Hopper GPU."""
+    if call.platform != "gpu" or not is_known(*call.query, *call.key, *call.value) or not _is_plain(call):
+        return False
+    if unavailable(call, "queries", "'xla'") is not None:
+        return False
+    queries, heads, dim = call.query[1], call.examples * call.query[0] * call.query[2], call.query[3]
+    if max(dim, call.value[3]) >= _NARROWEST_OF_WIDE:
+        return _scores(call) <= _FEW_OF_WIDE
+    # The tiles of several heads keep enough of the chip busy.
+    if heads > 1 or dim != call.value[3] or dim <= 128 or dim * dim * queries < _LEAST_WORK:
+        return False
+    return queries <= 8 * dim or (call.backward and dim >= 192 and _scores(call) <= _FEW)
+
+
+def _is_plain(call: AttentionCall) -> bool:
+    """Return whether a call is causal or full attention of half-precision operands with aligned lengths."""
+    given = (call.bias, call.attention_mask, call.rules.left, call.rules.soft_cap)
+    return (
+        call.dtype in ("bfloat16", "float16")
+        and call.query[1] == call.key[1]
+        and call.query[1] % _ALIGNED == 0
+        and call.rules.right in (None, 0)
+        and all(x is None for x in given)
+        and not (call.segments or call.query_lengths or call.key_lengths or call.rules.dropout_rate)
+    )
+
+
+def _scores(call: AttentionCall) -> int:
+    return math.prod((call.examples, call.query[0], call.query[2], call.query[1], call.key[1]))
