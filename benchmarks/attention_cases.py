@@ -38,6 +38,7 @@ class Case:
         dtype: Of query, key, value and bias.
         sinks: Whether each head has a sink; the alternatives run without.
         shared: Whether all examples share the bias, and each has a mask of its keys, as in triangle attention.
+        other: The number of keys of cross attention; `None` for as many as queries.
     """
 
     batch: int
@@ -54,6 +55,12 @@ class Case:
     dtype: str = "bfloat16"
     sinks: bool = False
     shared: bool = False
+    other: int | None = None
+
+    @property
+    def keys(self) -> int:
+        """The number of keys."""
+        return self.seq if self.other is None else self.other
 
     @property
     def kind(self) -> str:
@@ -64,6 +71,8 @@ class Case:
         named = next((name for name, given in special.items() if given), None)
         if self.dtype == "float32":
             return "float32"
+        if self.keys != self.seq:
+            return "cross attention"
         if self.dims[0] != self.dims[1]:
             return "unequal head dims"
         if named is None and (self.seq % 64 or self.dims[0] not in (64, 128, 256)):
@@ -76,16 +85,16 @@ class Case:
 
     def types(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the types of the inputs."""
-        size, scores = (self.batch, self.seq), (self.batch, self.heads[0], self.seq, self.seq)
+        size, scores = (self.batch, self.seq), (self.batch, self.heads[0], self.seq, self.keys)
         shapes = {
             "query": (*size, self.heads[0], self.dims[0]),
-            "key": (*size, self.heads[1], self.dims[0]),
-            "value": (*size, self.heads[1], self.dims[1]),
+            "key": (self.batch, self.keys, self.heads[1], self.dims[0]),
+            "value": (self.batch, self.keys, self.heads[1], self.dims[1]),
         }
         types = {name: jax.ShapeDtypeStruct(shape, self.dtype) for name, shape in shapes.items()}
         if self.shared:
             types["bias"] = jax.ShapeDtypeStruct((1, *scores[1:]), self.dtype)
-            types["attention_mask"] = jax.ShapeDtypeStruct((self.batch, 1, 1, self.seq), jnp.bool_)
+            types["attention_mask"] = jax.ShapeDtypeStruct((self.batch, 1, 1, self.keys), jnp.bool_)
         if self.sinks:
             types["sinks"] = jax.ShapeDtypeStruct(self.heads[:1], jnp.float32)
         if self.bias:
@@ -113,10 +122,10 @@ class Case:
                 ids = np.repeat(np.arange(len(self.segments), dtype=np.int32), self.segments)
                 return jnp.asarray(np.broadcast_to(ids, like.shape))
             if name == "key_lengths":
-                return jnp.asarray(rng.integers(self.seq // 4, self.seq + 1, like.shape), jnp.int32)
+                return jnp.asarray(rng.integers(self.keys // 4, self.keys + 1, like.shape), jnp.int32)
             array = _random(like, rng)
             if name == "attention_mask":
-                return array | jnp.eye(like.shape[2], self.seq, dtype=bool)
+                return array | jnp.eye(like.shape[2], self.keys, dtype=bool)
             return array
 
         arrays: tuple[Any, ...] = jax.tree_util.tree_map_with_path(made, self.arguments(backward=backward))
@@ -374,7 +383,8 @@ def case_named(name: str) -> Case:
 
 
 _IN_WORDS = re.compile(
-    r"(causal|full) B(\d+) T(\d+) H(\d+)/(\d+) D(\d+)(?:/(?P<value_dim>\d+))?(?P<bias> bias)?"
+    r"(?P<rule>causal|full) B(?P<batch>\d+) T(?P<seq>\d+)(?:/(?P<keys>\d+))? H(?P<heads>\d+)/(?P<groups>\d+) "
+    r"D(?P<dim>\d+)(?:/(?P<value_dim>\d+))?(?P<bias> bias)?"
     r"(?P<lengths> lengths)?(?P<mask> mask)?(?: (?P<dtype>float16|float32))?(?P<shared> shared bias, mask)?"
     r"(?P<sinks> sinks)?(?: window (?P<window>\d+))?(?: cap (?P<cap>\d+))?(?: (?P<segments>\d+) segments)?"
 )
@@ -382,14 +392,14 @@ _IN_WORDS = re.compile(
 
 def _case_in_words(found: re.Match[str]) -> Case:
     """Return the case whose words are `found`; the lengths of its segments are random, and depend on their number."""
-    batch, seq, heads, groups, dim = map(int, found.groups()[1:6])
+    batch, seq, heads, groups, dim = map(int, found.group("batch", "seq", "heads", "groups", "dim"))
     segments = int(found["segments"] or 0)
     return Case(
         batch=batch,
         seq=seq,
         heads=(heads, groups),
         dims=(dim, int(found["value_dim"] or dim)),
-        causal=found[1] == "causal",
+        causal=found["rule"] == "causal",
         window=None if found["window"] is None else int(found["window"]),
         cap=None if found["cap"] is None else float(found["cap"]),
         bias=found["bias"] is not None,
@@ -399,13 +409,15 @@ def _case_in_words(found: re.Match[str]) -> Case:
         dtype=found["dtype"] or "bfloat16",
         sinks=found["sinks"] is not None,
         segments=_segments(np.random.default_rng(segments), seq, segments - 1) if segments else (),
+        other=None if found["keys"] is None else int(found["keys"]),
     )
 
 
 def words_of(case: Case) -> str:
     """Return a description of a case, e.g. `causal B16 T600 H8/8 D128 window 64`."""
     (heads, groups), (dim, value_dim) = case.heads, case.dims
-    words = ["causal" if case.causal else "full", f"B{case.batch} T{case.seq} H{heads}/{groups} D{dim}"]
+    other = "" if case.other is None else f"/{case.other}"
+    words = ["causal" if case.causal else "full", f"B{case.batch} T{case.seq}{other} H{heads}/{groups} D{dim}"]
     words[1] += f"/{value_dim}" if value_dim != dim else ""
     words += ["bias"] * case.bias + ["lengths"] * case.lengths + ["mask"] * case.mask
     words += [case.dtype] * (case.dtype != "bfloat16")

@@ -97,7 +97,7 @@ def config_of(case: Case, contender: str, direction: str, params: Any = None) ->
     name, *whole = contender.split()
     of_direction = FwdParams if direction == "fwd" else BwdParams
     if whole:
-        params = of_direction(q_blocksize=case.seq, kv_blocksize=case.seq)
+        params = of_direction(q_blocksize=case.seq, kv_blocksize=case.keys)
     return FlashAttentionConfig(implementation=name, **{direction: params})
 
 
@@ -233,7 +233,7 @@ def _fields(case: Case) -> dict[str, Any]:
         more["right"] = 0
     if case.window is not None:
         more["left"] = case.window - 1
-    return {"sizes": [case.batch, case.seq, case.seq, heads, groups, case.dims[0]], **more}
+    return {"sizes": [case.batch, case.seq, case.keys, heads, groups, case.dims[0]], **more}
 
 
 def measure(entries: Sequence[Direction], rounds: int, processes: int | None) -> Iterator[dict[str, Any]]:
@@ -264,7 +264,7 @@ def entries_of(cases: Mapping[str, Sequence[str]], changes: Sequence[str] = ()) 
 
 def case_of(row: dict[str, Any]) -> Case:
     """Return the case of a row of the data."""
-    batch, seq, _, heads, groups, dim = row["sizes"]
+    batch, seq, keys, heads, groups, dim = row["sizes"]
     return Case(
         batch=batch,
         seq=seq,
@@ -274,6 +274,7 @@ def case_of(row: dict[str, Any]) -> Case:
         window=row["left"] + 1 if "left" in row else None,
         lengths=row.get("lengths", False),
         dtype=row.get("dtype", "bfloat16"),
+        other=None if keys == seq else keys,
     )
 
 
