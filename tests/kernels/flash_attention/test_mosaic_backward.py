@@ -126,6 +126,7 @@ GRADIENTS = {
     "parts of a group": (Small(heads=4, rules=CAUSAL), dataclasses.replace(FUSED, head_parts=2)),
     "uneven parts": (Small(heads=5, rules=CAUSAL), dataclasses.replace(FUSED, head_parts=3)),
     "uneven parts, products": (Small(heads=3, head_dim=128), dataclasses.replace(WIDE, head_parts=2)),
+    "parts of the queries": (Small(queries=130, keys=40, heads=4, groups=2), dataclasses.replace(FUSED, query_parts=2)),
     "dropout and bias": (Small(heads=2, bias=(1, 2, 128, 128), rules=Rules(scale=0.2, dropout_rate=0.3)), FUSED),
     "dropout, products and split": (Small(heads=2, rules=Rules(scale=0.2, soft_cap=2.0, dropout_rate=0.3)), WIDE_SPLIT),
     "soft cap after bias": (Small(queries=100, keys=104, bias=(1, 1, 100, 104), rules=LATE_CAP), FUSED),

@@ -20,7 +20,7 @@ _CACHED = 32 << 20  # bytes of one pass over queries that the L2 cache surely ke
 _MEMORY, _MEMORY_NARROW, _MEMORY_SPLIT = 2.0, 1.4, 0.7  # time to copy a step's queries, and fused sums, from memory
 _HIDDEN, _HIDDEN_SPLIT = 0.05, 0.1  # part of the lesser of two times, copies' and products', that adds to the other
 _DRIFT = 0.07  # more time for each further head of more than 64 columns in the fused form, even if all is in the cache
-_SUMMED = 2.5e-4  # time to add up the parts of one row of keys
+SUMMED = 2.5e-4  # time to add up the parts of one row of keys
 _UNEVEN = 0.8  # part of a block's time during which the last blocks run beside idle multiprocessors
 
 
@@ -51,7 +51,7 @@ def order_of(problem: BackwardProblem, params: BackwardParams) -> Order:
         for together in (*(n for n in range(alike, 0, -1) if alike % n == 0), count)
     ]
     best = min(orders, key=lambda order: order.time)
-    summed = _SUMMED * count * problem.keys if params.head_parts > 1 else 0
+    summed = SUMMED * count * problem.keys if params.head_parts > 1 else 0
     return best._replace(time=best.time + summed)
 
 

@@ -9,7 +9,7 @@ import math
 from ejkernel.kernels._hopper import MULTIPROCESSORS, SHARED_MEMORY
 from ejkernel.kernels.flash_attention.common import AttentionCall
 
-from .backward_order import FEW_BLOCKS, full_time, hidden_time, key_blocks, order_of, window_time
+from .backward_order import FEW_BLOCKS, SUMMED, full_time, hidden_time, key_blocks, order_of, window_time
 from .backward_plan import (
     BackwardProblem,
     backward_problem,
@@ -21,6 +21,9 @@ from .backward_plan import (
 )
 from .params import BackwardParams
 from .plan import unavailable
+from .query_parts import choices as query_parts
+from .query_parts import divided
+from .query_parts import fault as query_parts_fault
 
 _LARGEST_DIM = 256
 # Wider heads fit in registers only with division='products', which computes no gradient of a bias.
@@ -32,6 +35,7 @@ _SPLIT_WINDOW = 256  # keys, up to head_dim 128: in the fused form, four backwar
 _SHORT_SEQUENCE = 512
 # The time of a step of 64 keys, of one of 128. Where lengths or segments hide steps, small blocks gain less.
 _SMALL_BLOCK, _SMALL_BLOCK_HIDDEN, _SMALL_BLOCK_OF_NARROW = 0.72, 0.9, 0.88
+_COPIED = 5  # steps: the time to copy keys for parts of the queries, and to start their sum
 _MOST_UNEVEN = 16  # parts that need not divide the heads
 _UNEVEN_GAIN = 0.03  # least estimated one of causal calls; below it, uneven parts took up to 3 % longer on one H200
 # Registers for accumulators per consumer thread, by consumer warpgroups: all but 32, which addresses and a tile's
@@ -52,9 +56,11 @@ def params_fault(call: AttentionCall, params: BackwardParams) -> str | None:
     """
     if params.form == "unfused":
         return "form='unfused' is for heads of more than 256 columns; use form='fused' or 'split'."
-    problem = backward_problem(call)
+    fault = query_parts_fault(call) if params.query_parts > 1 else None
+    problem = backward_problem(divided(call, params.query_parts))
     return (
-        _parts_fault(problem, params)
+        fault
+        or _parts_fault(problem, params)
         or _division_fault(problem, params)
         or _shared_fault(problem, params)
         or _register_fault(problem, params)
@@ -68,6 +74,20 @@ def is_deterministic(call: AttentionCall, params: BackwardParams) -> bool:
 
 def heuristic(call: AttentionCall) -> BackwardParams:
     """Return good parameters for `call`: the best, or nearly the best, on the measured shapes."""
+    params, problem = _heuristic(call), backward_problem(call)
+    if key_blocks(problem, params) * params.head_parts >= MULTIPROCESSORS:
+        return params
+    found = [(params, _time_of_size(problem, params))]
+    for parts in query_parts(call):
+        part = divided(call, parts)
+        params, problem = _heuristic(part), backward_problem(part)
+        summed = _COPIED + SUMMED * key_blocks(problem, params) * params.keys
+        found.append((dataclasses.replace(params, query_parts=parts), _time_of_size(problem, params) + summed))
+    return min(found, key=lambda one: one[1])[0]
+
+
+def _heuristic(call: AttentionCall) -> BackwardParams:
+    """Return good parameters with all queries in one part."""
     wide = max(padded_dim(call.query[3]), padded_dim(call.value[3]))
     if call.deterministic:  # the fused form adds up dQ in memory, in nondeterministic order
         choices = [_split(2, 2), _split(2, 1)]
@@ -90,8 +110,7 @@ def _with_small_blocks(call: AttentionCall, params: BackwardParams) -> BackwardP
         return dataclasses.replace(params, q_warpgroups=_query_warpgroups(problem)[0])
     if params.keys == 64 or key_blocks(problem, params) * params.head_parts > 2 * MULTIPROCESSORS:
         return params
-    narrow = max(problem.head_dim, problem.value_dim) <= 64
-    small = BackwardParams(warpgroups=1) if narrow else BackwardParams(division="products")
+    small = BackwardParams(warpgroups=1) if _is_narrow(problem) else BackwardParams(division="products")
     if params_fault(call, small) is not None:
         return params
     small = _in_parts(call, small)
@@ -101,8 +120,18 @@ def _with_small_blocks(call: AttentionCall, params: BackwardParams) -> BackwardP
         return small
     # Of 33 gradients on one H200, 20 were faster with small blocks, by up to 38 %. This takes the faster size of all
     # but one, which loses 1 %, or 9 % in another run.
-    time = _SMALL_BLOCK_OF_NARROW if narrow else _SMALL_BLOCK_HIDDEN if hides else _SMALL_BLOCK
-    return small if time * _time(problem, small) < _time(problem, params) else params
+    return small if _time_of_size(problem, small) < _time_of_size(problem, params) else params
+
+
+def _time_of_size(problem: BackwardProblem, params: BackwardParams) -> float:
+    """Return the estimated time of the first kernel, in steps of 128 keys."""
+    hides = problem.key_lengths or problem.segments
+    step = _SMALL_BLOCK_OF_NARROW if _is_narrow(problem) else _SMALL_BLOCK_HIDDEN if hides else _SMALL_BLOCK
+    return _time(problem, params) * (step if params.keys == 64 and params.form == "fused" else 1)
+
+
+def _is_narrow(problem: BackwardProblem) -> bool:
+    return max(problem.head_dim, problem.value_dim) <= 64
 
 
 def _query_warpgroups(problem: BackwardProblem) -> tuple[int, ...]:
@@ -204,6 +233,8 @@ def space(call: AttentionCall) -> tuple[BackwardParams, ...]:
             for count in _query_warpgroups(problem)
         ]
     found = [dataclasses.replace(params, head_parts=parts) for params in found for parts in _tried_parts(call, params)]
+    usual = heuristic(call).query_parts
+    found += [dataclasses.replace(params, query_parts=usual) for params in found] if usual > 1 else []
     return tuple(params for params in found if params_fault(call, params) is None)
 
 

@@ -17,10 +17,13 @@ from ejkernel.kernels.flash_attention.common import (
     Operands,
     Residuals,
     Rules,
+    describe,
+    with_sinks,
 )
 
 from . import backward_support, forward_support, wide_support
 from .choice import expected_gain
+from .few_queries import fold, fold_residuals, fold_rows, folded, folds, unfold_residuals, unfold_rows
 from .launch import backward, forward
 from .params import BackwardParams, ForwardParams
 from .plan import ROWS
@@ -84,14 +87,22 @@ class MosaicGpu(AttentionImplementation):
     def attend(self, operands: Operands, rules: Rules, params: ForwardParams) -> Residuals:
         """See `launch.forward`."""
         run = forward_of_single if operands.query.dtype == jnp.float32 else forward
-        return run(operands, rules, params)
+        if not folds(describe(operands, rules)):
+            return run(operands, rules, params)
+        out, lse = unfold_residuals(run(*fold(operands, rules), params), operands.query.shape[2])
+        return (out, lse) if operands.sinks is None else with_sinks(out, lse, operands.sinks)
 
     def differentiate(
         self, operands: Operands, residuals: Residuals, dout: jax.Array, rules: Rules, params: BackwardParams
     ) -> Gradients:
         """See `launch.backward`."""
         run = backward_in_slices if operands.query.dtype == jnp.float32 else backward
-        return run(operands, residuals, dout, rules, params)
+        if not folds(describe(operands, rules)):
+            return run(operands, residuals, dout, rules, params)
+        groups, heads = operands.key.shape[2], operands.query.shape[2]
+        own, rules = fold(operands, rules)
+        found = run(own, fold_residuals(residuals, groups), fold_rows(dout, groups), rules, params)
+        return unfold_rows(found[0], heads), *found[1:]
 
 
 def _support(call: AttentionCall) -> Any:
@@ -102,6 +113,7 @@ def _support(call: AttentionCall) -> Any:
 
 def _in_half(call: AttentionCall) -> AttentionCall:
     """Return the call that the kernels run."""
+    call = folded(call)
     if call.dtype != "float32":
         return call
     return dataclasses.replace(slice_of(call) if call.backward else call, dtype="float16")

@@ -27,6 +27,7 @@ from ejkernel.kernels.flash_attention.common import (
 from .backward_plan import BackwardProblem, backward_problem, bias_in_tiles
 from .params import BackwardParams, ForwardParams
 from .plan import ForwardPlan, forward_plan
+from .query_parts import backward_in_parts
 from .schedule import order_by_length, schedule
 from .visibility import (
     Blocks,
@@ -185,6 +186,13 @@ def backward(
         from .wide import backward_of_wide
 
         return backward_of_wide(operands, residuals, dout, rules, params, interpret=interpret)
+    if params.query_parts > 1:
+        whole = dataclasses.replace(params, query_parts=1)
+
+        def pull_part(operands: Operands, residuals: Residuals, dout: jax.Array) -> Gradients:
+            return backward(operands, residuals, dout, rules, whole, raised=raised, interpret=interpret)
+
+        return backward_in_parts(operands, residuals, dout, params.query_parts, pull_part)
     # Random words replace the key: they have a batch axis, like all other operands, into which `vmap` folds examples.
     operands = operands._replace(dropout_key=dropout_words(operands))
     operands, residuals, dout = unify_varying((operands, residuals, dout))

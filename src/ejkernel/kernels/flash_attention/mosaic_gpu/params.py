@@ -102,6 +102,8 @@ class BackwardParams(NamedFields):
         head_parts: Parts into which the query heads of one key head are divided; if they divide unevenly, the first
             parts have one head more. Each part has its own blocks of threads in the first kernel. So a few key heads
             fill the chip, and the last round of blocks is full. XLA adds up the parts' gradients of keys and values.
+        query_parts: Parts of the queries that count as further examples, for few keys that every query sees. A number
+            that does not divide the queries is reduced to a common divisor.
     """
 
     form: str = "fused"
@@ -114,6 +116,7 @@ class BackwardParams(NamedFields):
     kv_stages: int = 0
     q_warpgroups: int = 0
     head_parts: int = 1
+    query_parts: int = 1
 
     def __post_init__(self) -> None:
         split = self.form == "split"
@@ -129,6 +132,7 @@ class BackwardParams(NamedFields):
             kv_stages=range(1, 5) if split else (0,),
             q_warpgroups=range(1, 4) if split else (0,),
             head_parts=POSITIVE,
+            query_parts=POSITIVE,
         )
 
     @property
