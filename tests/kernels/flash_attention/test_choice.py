@@ -84,8 +84,8 @@ def call_of(case, **more):
     (heads, groups), (dim, value_dim) = case.heads, case.dims
     return AttentionCall(
         query=(case.batch, case.seq, heads, dim),
-        key=(case.batch, case.seq, groups, dim),
-        value=(case.batch, case.seq, groups, value_dim),
+        key=(case.batch, case.keys, groups, dim),
+        value=(case.batch, case.keys, groups, value_dim),
         dtype=case.dtype,
         key_lengths=case.lengths,
         rules=Rules(scale=1.0, right=0 if case.causal else None),

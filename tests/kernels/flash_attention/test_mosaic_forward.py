@@ -133,6 +133,7 @@ def assert_close(found, expected, dtype="bfloat16"):
         (Small(heads=2, head_dim=184, value_dim=184), HOLDING),
         (Small(heads=2, head_dim=24, value_dim=40, rules=CAUSAL), dataclasses.replace(TWO, align_keys=True)),
         (Small(heads=2, head_dim=104, value_dim=104), dataclasses.replace(SHARED, align_keys=True)),
+        (Small(keys=90, heads=2), dataclasses.replace(ONE, key_parts=3)),
     ],
     ids=[
         "full",
@@ -162,6 +163,7 @@ def assert_close(found, expected, dtype="bfloat16"):
         "pieces of columns, some queries in registers",
         "aligned keys",
         "aligned keys beside a shared buffer",
+        "parts of the keys",
     ],
 )
 @pytest.mark.usefixtures("soon_compiled", "one_multiprocessor")

@@ -20,10 +20,9 @@ from .backward_plan import (
     shared_bytes,
 )
 from .params import BackwardParams
+from .parts import fault as parts_fault
+from .parts import in_query_parts, query_parts
 from .plan import unavailable
-from .query_parts import choices as query_parts
-from .query_parts import divided
-from .query_parts import fault as query_parts_fault
 
 _LARGEST_DIM = 256
 # Wider heads fit in registers only with division='products', which computes no gradient of a bias.
@@ -56,8 +55,8 @@ def params_fault(call: AttentionCall, params: BackwardParams) -> str | None:
     """
     if params.form == "unfused":
         return "form='unfused' is for heads of more than 256 columns; use form='fused' or 'split'."
-    fault = query_parts_fault(call) if params.query_parts > 1 else None
-    problem = backward_problem(divided(call, params.query_parts))
+    fault = parts_fault(call, "query_parts") if params.query_parts > 1 else None
+    problem = backward_problem(in_query_parts(call, params.query_parts))
     return (
         fault
         or _parts_fault(problem, params)
@@ -79,7 +78,7 @@ def heuristic(call: AttentionCall) -> BackwardParams:
         return params
     found = [(params, _time_of_size(problem, params))]
     for parts in query_parts(call):
-        part = divided(call, parts)
+        part = in_query_parts(call, parts)
         params, problem = _heuristic(part), backward_problem(part)
         summed = _COPIED + SUMMED * key_blocks(problem, params) * params.keys
         found.append((dataclasses.replace(params, query_parts=parts), _time_of_size(problem, params) + summed))

@@ -25,7 +25,8 @@ def folds(call: AttentionCall) -> bool:
         sees_all
         and 0 < queries <= _MOST
         and call.key[1] >= _LEAST_KEYS
-        and 0 < call.key[2] < call.query[2]
+        and call.key[2] > 0
+        and (call.query[2] > call.key[2] or rules.right is not None)
         and all(x is None for x in given)
         and not (call.segments or call.query_lengths)
     )

@@ -22,6 +22,8 @@ from .forward_faults import (
     sharing_fault,
 )
 from .params import ForwardParams
+from .parts import fault as parts_fault
+from .parts import in_key_parts, key_parts
 from .plan import ROWS, SMALL_CAP, WHOLE_DIMS, forward_plan, is_pieced, unavailable
 from .schedule import duration, longest_share
 
@@ -36,6 +38,7 @@ _FEW_QUERIES, _MANY_QUERIES = 512, 1536
 _FEW_QUERIES_OF_WIDE_HEADS = 2048
 _FEW_ODD_PARTS = (3, 5, 7)  # of the queries: half of the last tile of 128 is empty
 _UNALIGNED_AT_NO_COST = 80  # columns: up to here, rows that start within a sector of memory cost at most 2 %
+_COMBINED = 8.0  # microseconds to copy queries, and to combine the outputs of parts of the keys
 _FEW_KEYS, _MANY_ROWS = 1024, 8192  # keys of a head, and rows that read each of them
 
 
@@ -50,9 +53,12 @@ def params_fault(call: AttentionCall, params: ForwardParams) -> str | None:
     No parameters cause a deadlock: all warpgroups visit the same blocks in the same order, the producer never copies a
     block that no consumer visits, and a consumer that waits for its turn holds nothing that others wait for.
     """
+    fault = parts_fault(call, "key_parts") if params.key_parts > 1 else None
+    call = in_key_parts(call, params.key_parts)
     plan = forward_plan(call, params)
     return (
-        packing_fault(plan, call)
+        fault
+        or packing_fault(plan, call)
         or sharing_fault(plan, call)
         or block_fault(plan)
         or shared_memory_fault(plan)
@@ -62,6 +68,26 @@ def params_fault(call: AttentionCall, params: ForwardParams) -> str | None:
 
 def heuristic(call: AttentionCall) -> ForwardParams:
     """Return good parameters for a supported `call`."""
+    parts = _parts_of_keys(call)
+    return dataclasses.replace(_in_one_part(in_key_parts(call, parts)), key_parts=parts)
+
+
+def _parts_of_keys(call: AttentionCall) -> int:
+    """Return the number of parts of the keys with the shortest estimated time, where tiles are few."""
+    tiles = forward_plan(call, ForwardParams(warpgroups=1, ping_pong=False)).tiles
+    if 2 * tiles > MULTIPROCESSORS:
+        return 1
+
+    def time(parts: int) -> float:
+        """Return microseconds of a launch with tiles of 64 rows, measured with 256 to 2,048 keys at D64 to D256."""
+        each = (0.0037 + 0.000046 * max(call.query[3], call.value[3])) * call.key[1] / parts
+        return math.ceil(tiles * parts / MULTIPROCESSORS) * each + (_COMBINED if parts > 1 else 0)
+
+    return min((1, *key_parts(call)), key=time)
+
+
+def _in_one_part(call: AttentionCall) -> ForwardParams:
+    """Return good parameters with all keys in one part."""
     aligned = _should_align(call)
     preferred = dataclasses.replace(_preferred(call, aligned=aligned), align_keys=aligned)
     if _has_few_tiles(call):
@@ -138,6 +164,7 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
             "heads_first": either,
             "fma_columns": tuple({few.fma_columns: None, 0: None}),
             "align_keys": either if _has_unaligned_rows(call) else (False,),
+            "key_parts": tuple({few.key_parts: None, 1: None}),
         },
         constraints=(memory, registers, packing, _order_of(call), _persistence, _several),
         build=ForwardParams,

@@ -26,8 +26,8 @@ from ejkernel.kernels.flash_attention.common import (
 
 from .backward_plan import BackwardProblem, backward_problem, bias_in_tiles
 from .params import BackwardParams, ForwardParams
+from .parts import backward_in_parts, forward_in_parts
 from .plan import ForwardPlan, forward_plan
-from .query_parts import backward_in_parts
 from .schedule import order_by_length, schedule
 from .visibility import (
     Blocks,
@@ -60,6 +60,14 @@ def forward(operands: Operands, rules: Rules, params: ForwardParams, *, interpre
 
         out, lse = forward_of_wide(operands._replace(sinks=None), rules, params, interpret=interpret)
         return (out, lse) if operands.sinks is None else with_sinks(out, lse, operands.sinks)
+    if params.key_parts > 1:
+        whole = dataclasses.replace(params, key_parts=1)
+        found = forward_in_parts(
+            operands._replace(sinks=None),
+            params.key_parts,
+            lambda own: forward(own, rules, whole, interpret=interpret),
+        )
+        return found if operands.sinks is None else with_sinks(*found, operands.sinks)
     from .forward import launch
     from .forward_memory import ForwardInputs, ForwardOutputs
 

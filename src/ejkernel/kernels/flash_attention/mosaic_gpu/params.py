@@ -39,6 +39,8 @@ class ForwardParams(NamedFields):
             the others on the slower unit for transcendental functions; a multiple of 8.
         align_keys: Whether keys and values are first copied to rows of whole sectors of memory, which have 32 bytes;
             for head dimensions that are not multiples of 16.
+        key_parts: Parts of the keys that count as further examples, for few queries that see all keys. XLA combines
+            their outputs. A number that does not divide the keys is reduced to a common divisor.
     """
 
     kv_block: int = 128
@@ -53,6 +55,7 @@ class ForwardParams(NamedFields):
     heads_first: bool = False
     fma_columns: int = 0
     align_keys: bool = False
+    key_parts: int = 1
 
     def __post_init__(self) -> None:
         check_parameters(
@@ -62,6 +65,7 @@ class ForwardParams(NamedFields):
             warpgroups=range(1, 4),
             query_buffers=(1, 2),
             fma_columns=range(0, 257, 8),
+            key_parts=POSITIVE,
         )
         if self.fma_columns > self.kv_block:
             raise ConfigError(f"fma_columns must be at most kv_block, {self.kv_block}, got {self.fma_columns}.")

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Few tiles on Hopper: parts of keys or queries as examples, heads as queries; plain JAX is in the kernels' place."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from benchmarks.attention_cases import case_named
+from tests.kernels.attention_cases import Case
+from tests.kernels.flash_attention.test_choice import call_of
+
+from ejkernel.kernels.flash_attention.common import Rules, describe
+from ejkernel.kernels.flash_attention.mosaic_gpu import backward_support, forward_support, implementation
+from ejkernel.kernels.flash_attention.mosaic_gpu.few_queries import folded, folds
+from ejkernel.kernels.flash_attention.mosaic_gpu.params import BackwardParams, ForwardParams
+from ejkernel.kernels.flash_attention.mosaic_gpu.parts import backward_in_parts, forward_in_parts
+from ejkernel.kernels.flash_attention.reference import attention
+from ejkernel.ops import ConfigError
+
+RULES = Rules(scale=0.3)
+CROSS = Case(batch=2, queries=12, keys=20, heads=4, groups=2, value_dim=8, rules=RULES)
+LENGTHS = jnp.asarray([13, 0])
+
+
+def gradients_of(operands, rules, dout):
+    def function(*arrays):
+        return attention(operands._replace(**dict(zip(("query", "key", "value"), arrays, strict=True))), rules)[0]
+
+    return (*jax.vjp(function, *operands[:3])[1](dout), None)
+
+
+def assert_alike(found, expected):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parts", "used"), [(4, 4), (6, 2), (3, 1)])
+def test_parts_of_keys_give_the_output_of_all(parts, used):
+    """The second example has no keys, and the first none in its last parts."""
+    batches = []
+
+    def attend(operands):
+        batches.append(operands.key.shape[0])
+        return attention(operands, RULES)
+
+    operands = CROSS.operands()._replace(key_lengths=LENGTHS)
+    assert_alike(forward_in_parts(operands, parts, attend), attention(operands, RULES))
+    assert batches == [2 * used]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parts", "used"), [(4, 4), (8, 4), (5, 1)])
+def test_parts_of_queries_give_the_gradients_of_all(parts, used):
+    batches = []
+
+    def pull(operands, residuals, dout):
+        batches.append(operands.query.shape[0])
+        assert_alike(residuals, attention(operands, RULES))
+        return gradients_of(operands, RULES, dout)
+
+    operands = CROSS.operands()._replace(key_lengths=LENGTHS)
+    residuals = attention(operands, RULES)
+    dout = jnp.cos(residuals[0])
+    found = backward_in_parts(operands, residuals, dout, parts, pull)
+    assert_alike(found, gradients_of(operands, RULES, dout))
+    assert batches == [2 * used]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sinks", [None, jnp.asarray([0.3, -1.0, 2.0, 0.1])])
+@pytest.mark.parametrize(("queries", "rules"), [(3, RULES), (1, Rules(scale=0.3, right=0))], ids=["three", "causal"])
+def test_heads_as_queries_give_the_results_of_all_heads(queries, rules, sinks, monkeypatch):
+    case = dataclasses.replace(CROSS, queries=queries, keys=1024, rules=rules)
+    operands = case.operands()._replace(key_lengths=jnp.asarray([1000, 3]), sinks=sinks)
+    seen = []
+
+    def forward(operands, rules, params):
+        seen.append((operands.query.shape, rules.right, operands.sinks))
+        return attention(operands, rules)
+
+    def backward(operands, residuals, dout, rules, params):
+        assert_alike(residuals, attention(operands, rules))
+        return gradients_of(operands, rules, dout)
+
+    monkeypatch.setattr(implementation, "forward_of_single", forward)
+    monkeypatch.setattr(implementation, "backward_in_slices", backward)
+    kernel = implementation.MosaicGpu()
+    assert_alike(kernel.attend(operands, rules, ForwardParams()), attention(operands, rules))
+    assert seen == [((2, 2 * queries, 2, 16), None, None)]
+    own = operands._replace(sinks=None)
+    residuals = attention(own, rules)
+    dout = jnp.cos(residuals[0])
+    found = kernel.differentiate(own, residuals, dout, rules, BackwardParams())
+    assert_alike(found, gradients_of(own, rules, dout))
+
+
+HIDING = {
+    "a causal mask": {"rules": Rules(scale=0.3, right=0)},
+    "a window": {"rules": Rules(scale=0.3, left=5)},
+    "a bias": {"bias": (1, 4, 12, 1024)},
+    "a mask": {"mask": (1, 1, 12, 1024)},
+    "segments": {"segments": True},
+    "dropout": {"rules": Rules(scale=0.3, dropout_rate=0.1)},
+}
+
+
+@pytest.mark.parametrize("change", HIDING.values(), ids=HIDING)
+def test_what_hides_keys_from_some_queries_excludes_both(change):
+    case = dataclasses.replace(CROSS, keys=1024)
+    assert folds(describe(case.types("bfloat16"), case.rules))
+    case = dataclasses.replace(case, **change)
+    call = describe(case.types("bfloat16"), case.rules, platform="gpu")
+    assert folded(call) == call
+    for support, params in (
+        (forward_support, ForwardParams(key_parts=2)),
+        (backward_support, BackwardParams(query_parts=2)),
+    ):
+        assert "_parts must be 1 with " in support.params_fault(call, params)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("full B1 T16384/333 H24/24 D128", 8),  # 623 us instead of 788
+        ("full B4 T9216/77 H5/5 D64", 6),  # 106, and 263 in one part
+        ("full B2 T2048/128 H16/4 D128", 4),  # 79, and 119
+        ("full B1 T4096 H2/2 D64", 2),  # 63, and 95 in one part of larger blocks of keys
+        ("full B1 T4096 H4/4 D128", 1),  # 166, and 189 in two parts
+        ("full B8 T1024/77 H20/20 D64", 1),  # 105, and 113
+        ("causal B1 T4096 H2/2 D64", 1),
+        ("full B1 T577/77 H2/2 D64", 1),  # no number divides the queries
+    ],
+)
+def test_few_keys_have_as_many_parts_of_queries_as_the_fastest_on_one_h200(name, parts):
+    call = call_of(case_named(name), backward=True)
+    params = backward_support.heuristic(call)
+    assert params.query_parts == parts
+    assert backward_support.params_fault(call, params) is None
+    assert params in backward_support.space(call)
+
+
+def test_parts_are_checked():
+    with pytest.raises(ConfigError, match=r"query_parts must be .* got 0"):
+        BackwardParams(query_parts=0)
+    with pytest.raises(ConfigError, match=r"key_parts must be .* got 0"):
+        ForwardParams(key_parts=0)
