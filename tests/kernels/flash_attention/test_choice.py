@@ -57,26 +57,12 @@ def test_calls_with_few_tiles_use_our_kernels():
     assert [preference(dataclasses.replace(few, backward=x)) for x in (False, True)] == [1, 1]
 
 
-def test_gradients_of_many_queries_and_few_keys_use_cudnn():
+def test_gradients_of_few_keys_whose_queries_cannot_be_divided_use_cudnn():
     preference = FlashAttention.implementations["mosaic_gpu"].preference
     call = next(one.call for one in MEASURED if one.call.backward and one.gain > 0.2)
-    found = []
-    for keys in (77, 4096):
-        size = {"key": (2, keys, 8, 128), "value": (2, keys, 8, 128), "rules": Rules(scale=1.0)}
-        found.append(preference(dataclasses.replace(call, query=(2, 4096, 8, 128), dtype="bfloat16", **size)))
-    assert found[0] == 0
-    found = [
-        preference(dataclasses.replace(call, query=(1, 512, 8, 128), key=(1, keys, 8, 128), value=(1, keys, 8, 128)))
-        for keys in (128, 512)
-    ]
-    assert found == [0, 1]
-
-
-def test_a_part_of_a_tile_uses_cudnn():
-    preference = FlashAttention.implementations["mosaic_gpu"].preference
-    call = next(one.call for one in MEASURED if not one.call.backward and one.gain > 0.2)
-    queries = [dataclasses.replace(call, query=(64, count, 8, 128), rules=Rules(scale=1.0)) for count in (1, 63, 200)]
-    assert [preference(one) for one in queries] == [0, 0, 1]
+    size = {"key": (2, 77, 8, 128), "value": (2, 77, 8, 128), "rules": Rules(scale=1.0)}
+    calls = [dataclasses.replace(call, query=(2, count, 8, 128), **size) for count in (4096, 4097)]
+    assert [preference(one) for one in calls] == [1, 0]
 
 
 def call_of(case, **more):

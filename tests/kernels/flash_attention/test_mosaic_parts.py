@@ -21,9 +21,17 @@ from ejkernel.kernels.flash_attention.mosaic_gpu.parts import backward_in_parts,
 from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.ops import ConfigError
 
+pytestmark = pytest.mark.usefixtures("strict")
 RULES = Rules(scale=0.3)
 CROSS = Case(batch=2, queries=12, keys=20, heads=4, groups=2, value_dim=8, rules=RULES)
 LENGTHS = jnp.asarray([13, 0])
+
+
+@pytest.fixture
+def strict():
+    """No array is broadcast to more axes, or converted, without saying so."""
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
 
 
 def gradients_of(operands, rules, dout):
@@ -121,6 +129,45 @@ def test_what_hides_keys_from_some_queries_excludes_both(change):
         (backward_support, BackwardParams(query_parts=2)),
     ):
         assert "_parts must be 1 with " in support.params_fault(call, params)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("full B1 T16/4096 H32/8 D128", 8),  # 13.7 us instead of 40.6
+        ("full B1 T128/16384 H4/4 D128 lengths", 16),  # 21.5, and 47.5 in one part
+        ("full B1 T64/8192 H16/2 D256", 8),  # 27.4, and 111.6
+        ("full B1 T512/50176 H8/8 D64", 2),  # 191, and 354; 177 in four parts
+        ("full B1 T4096 H1/1 D128", 2),  # 27.0, and 37.0
+        ("full B1 T256 H1/1 D64", 1),
+        ("full B4 T64/4096 H32/8 D128", 1),
+        ("causal B1 T4096 H1/1 D128", 1),
+    ],
+)
+def test_few_tiles_have_as_many_parts_of_keys_as_the_fastest_on_one_h200(name, parts):
+    call = folded(call_of(case_named(name)))
+    params = forward_support.heuristic(call)
+    assert params.key_parts == parts
+    assert forward_support.params_fault(call, params) is None
+    assert params in forward_support.space(call)
+
+
+@pytest.mark.parametrize(
+    ("name", "backward", "ours"),
+    [
+        ("full B8 T16/4096 H32/8 D128", False, True),  # 42 us, cuDNN 103
+        ("full B8 T16/4096 H32/8 D128", True, True),  # 133, and 486
+        ("full B16 T16/4096 H8/8 D64", False, True),  # 34, and 40
+        ("full B16 T16/4096 H8/8 D64", True, False),  # 222, and 143
+        ("full B1 T1/4096 H32/8 D128", False, False),  # 12.7, and 10.3
+        ("full B16 T1/4096 H8/8 D64", False, True),  # 33, and 38
+        ("full B1 T100/3000 H8/8 D128", False, True),  # 13.3, and 43
+        ("full B2 T2048/128 H16/4 D128", True, True),  # 79, and 113
+    ],
+)
+def test_cross_attention_uses_the_faster_of_our_kernels_and_cudnn(name, backward, ours):
+    call = call_of(case_named(name), backward=backward, device_fingerprint="gpu:nvidia_h200")
+    assert implementation.MosaicGpu().preference(call) == ours
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,6 @@ _FEW_QUERIES, _MANY_QUERIES = 512, 1536
 _FEW_QUERIES_OF_WIDE_HEADS = 2048
 _FEW_ODD_PARTS = (3, 5, 7)  # of the queries: half of the last tile of 128 is empty
 _UNALIGNED_AT_NO_COST = 80  # columns: up to here, rows that start within a sector of memory cost at most 2 %
-_COMBINED = 8.0  # microseconds to copy queries, and to combine the outputs of parts of the keys
 _FEW_KEYS, _MANY_ROWS = 1024, 8192  # keys of a head, and rows that read each of them
 
 
@@ -79,9 +78,10 @@ def _parts_of_keys(call: AttentionCall) -> int:
         return 1
 
     def time(parts: int) -> float:
-        """Return microseconds of a launch with tiles of 64 rows, measured with 256 to 2,048 keys at D64 to D256."""
+        """Return microseconds, as measured with 256 to 2,048 keys at D64 to D256, and with 1 to 16 parts."""
         each = (0.0037 + 0.000046 * max(call.query[3], call.value[3])) * call.key[1] / parts
-        return math.ceil(tiles * parts / MULTIPROCESSORS) * each + (_COMBINED if parts > 1 else 0)
+        combined = 4 + 0.35 * parts if parts > 1 else 0.0
+        return math.ceil(tiles * parts / MULTIPROCESSORS) * each + combined
 
     return min((1, *key_parts(call)), key=time)
 

@@ -27,7 +27,7 @@ from ejkernel.kernels.flash_attention.common import (
 )
 
 _MOST_OF_KEYS, _MOST_OF_QUERIES = 32, 16
-_LEAST_KEYS, _LEAST_QUERIES = 256, 128  # of a part
+_LEAST_KEYS, _LEAST_QUERIES = 128, 128  # of a part
 _Pull = Callable[[Operands, Residuals, jax.Array], Gradients]
 
 
@@ -84,7 +84,7 @@ def forward_in_parts(operands: Operands, parts: int, attend: Callable[[Operands]
     lengths = operands.key_lengths
     if lengths is not None:
         before = jnp.arange(parts, dtype=lengths.dtype) * (keys // parts)
-        lengths = jnp.clip(lengths[:, None] - before, 0, keys // parts).reshape(-1)
+        lengths = jnp.clip(lengths[:, None] - before[None], 0, keys // parts).reshape(-1)
     out, lse = attend(
         operands._replace(
             query=_copied(operands.query, parts),
