@@ -17,14 +17,19 @@ from ejkernel.kernels.flash_attention.common import Rules, describe
 from ejkernel.kernels.flash_attention.mosaic_gpu import backward_support, forward_support, implementation
 from ejkernel.kernels.flash_attention.mosaic_gpu.few_queries import folded, folds
 from ejkernel.kernels.flash_attention.mosaic_gpu.params import BackwardParams, ForwardParams
-from ejkernel.kernels.flash_attention.mosaic_gpu.parts import backward_in_parts, forward_in_parts
+from ejkernel.kernels.flash_attention.mosaic_gpu.parts import (
+    backward_in_key_parts,
+    backward_in_query_parts,
+    forward_in_parts,
+)
 from ejkernel.kernels.flash_attention.reference import attention
-from ejkernel.ops import ConfigError
+from ejkernel.kernels.flash_attention.xla import Xla
+from ejkernel.ops import BwdParams, ConfigError
 
 pytestmark = pytest.mark.usefixtures("strict")
 RULES = Rules(scale=0.3)
 CROSS = Case(batch=2, queries=12, keys=20, heads=4, groups=2, value_dim=8, rules=RULES)
-LENGTHS = jnp.asarray([13, 0])
+LENGTHS = jnp.asarray([13, -(2**31)])
 
 
 @pytest.fixture
@@ -74,9 +79,25 @@ def test_parts_of_queries_give_the_gradients_of_all(parts, used):
     operands = CROSS.operands()._replace(key_lengths=LENGTHS)
     residuals = attention(operands, RULES)
     dout = jnp.cos(residuals[0])
-    found = backward_in_parts(operands, residuals, dout, parts, pull)
+    found = backward_in_query_parts(operands, residuals, dout, parts, pull)
     assert_alike(found, gradients_of(operands, RULES, dout))
     assert batches == [2 * used]
+
+
+@pytest.mark.slow
+def test_parts_of_keys_give_the_gradients_of_all():
+    """A part of the keys has the output and the log-sum-exp of all."""
+    operands = CROSS.operands()._replace(key_lengths=LENGTHS)
+    residuals = attention(operands, RULES)
+    dout = jnp.cos(residuals[0])
+
+    def pull(operands, residuals, dout):
+        assert operands.key.shape[0] == 2 * 5
+        rules = dataclasses.replace(RULES, partial=True)
+        return Xla().differentiate(operands, residuals, dout, rules, BwdParams())
+
+    found = backward_in_key_parts(operands, residuals, dout, 5, pull)
+    assert_alike(found, gradients_of(operands, RULES, dout))
 
 
 @pytest.mark.slow
@@ -191,8 +212,32 @@ def test_few_keys_have_as_many_parts_of_queries_as_the_fastest_on_one_h200(name,
     assert params in backward_support.space(call)
 
 
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [("full B1 T4/16384 H16/2 D256", 32), ("full B4 T8/2048 H8/8 D256", 4), ("full B4 T64/4096 H32/8 D256", 1)],
+)
+def test_gradients_of_few_queries_and_wide_heads_have_parts_of_keys(name, parts):
+    call = folded(call_of(case_named(name), backward=True))
+    params = backward_support.heuristic(call)
+    assert params.key_parts == parts
+    assert backward_support.params_fault(call, params) is None
+    assert params in backward_support.space(call)
+
+
+def test_a_call_that_no_preferred_parameters_fit_has_others():
+    """Dropout takes registers; the search space, which contains the heuristic's parameters, then has the first ones."""
+    rules = Rules(scale=0.3, right=0, dropout_rate=0.3)
+    case = Case(queries=48, keys=48, heads=4, groups=2, head_dim=16, value_dim=16, rules=rules)
+    call = describe(case.types("bfloat16"), rules, platform="gpu", backward=True)
+    params = backward_support.heuristic(call)
+    assert backward_support.params_fault(call, params) is None
+    assert params in backward_support.space(call)
+
+
 def test_parts_are_checked():
     with pytest.raises(ConfigError, match=r"query_parts must be .* got 0"):
         BackwardParams(query_parts=0)
     with pytest.raises(ConfigError, match=r"key_parts must be .* got 0"):
         ForwardParams(key_parts=0)
+    with pytest.raises(ConfigError, match=r"key_parts must be 1 unless form='split' and query_parts=1, got 2"):
+        BackwardParams(key_parts=2)

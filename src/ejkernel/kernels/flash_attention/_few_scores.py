@@ -50,7 +50,7 @@ def is_fastest_in_plain_jax(call: AttentionCall) -> bool:
     if heads > 1 or dim != call.value[3] or dim <= 128 or dim * dim * queries < _LEAST_WORK:
         return False
     if call.rules.right is None:  # our kernels divide keys and queries into parts
-        return queries <= 4 * dim
+        return queries <= 1024 and dim >= 176
     return queries <= 8 * dim or (call.backward and dim >= 192 and _scores(call) <= _FEW)
 
 

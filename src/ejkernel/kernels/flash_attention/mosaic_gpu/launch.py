@@ -26,7 +26,7 @@ from ejkernel.kernels.flash_attention.common import (
 
 from .backward_plan import BackwardProblem, backward_problem, bias_in_tiles
 from .params import BackwardParams, ForwardParams
-from .parts import backward_in_parts, forward_in_parts
+from .parts import backward_in_key_parts, backward_in_query_parts, forward_in_parts
 from .plan import ForwardPlan, forward_plan
 from .schedule import order_by_length, schedule
 from .visibility import (
@@ -194,13 +194,16 @@ def backward(
         from .wide import backward_of_wide
 
         return backward_of_wide(operands, residuals, dout, rules, params, interpret=interpret)
-    if params.query_parts > 1:
-        whole = dataclasses.replace(params, query_parts=1)
+    if params.key_parts > 1 or params.query_parts > 1:
+        whole, of_keys = dataclasses.replace(params, key_parts=1, query_parts=1), params.key_parts > 1
+        own = dataclasses.replace(rules, partial=rules.partial or of_keys)
 
         def pull_part(operands: Operands, residuals: Residuals, dout: jax.Array) -> Gradients:
-            return backward(operands, residuals, dout, rules, whole, raised=raised, interpret=interpret)
+            return backward(operands, residuals, dout, own, whole, raised=raised, interpret=interpret)
 
-        return backward_in_parts(operands, residuals, dout, params.query_parts, pull_part)
+        if of_keys:
+            return backward_in_key_parts(operands, residuals, dout, params.key_parts, pull_part)
+        return backward_in_query_parts(operands, residuals, dout, params.query_parts, pull_part)
     # Random words replace the key: they have a batch axis, like all other operands, into which `vmap` folds examples.
     operands = operands._replace(dropout_key=dropout_words(operands))
     operands, residuals, dout = unify_varying((operands, residuals, dout))

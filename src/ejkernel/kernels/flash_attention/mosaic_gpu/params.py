@@ -108,6 +108,7 @@ class BackwardParams(NamedFields):
             fill the chip, and the last round of blocks is full. XLA adds up the parts' gradients of keys and values.
         query_parts: Parts of the queries that count as further examples, for few keys that every query sees. A number
             that does not divide the queries is reduced to a common divisor.
+        key_parts: The same for keys, for the second kernel with few queries; 1 with `query_parts`.
     """
 
     form: str = "fused"
@@ -121,6 +122,7 @@ class BackwardParams(NamedFields):
     q_warpgroups: int = 0
     head_parts: int = 1
     query_parts: int = 1
+    key_parts: int = 1
 
     def __post_init__(self) -> None:
         split = self.form == "split"
@@ -137,7 +139,10 @@ class BackwardParams(NamedFields):
             q_warpgroups=range(1, 4) if split else (0,),
             head_parts=POSITIVE,
             query_parts=POSITIVE,
+            key_parts=POSITIVE,
         )
+        if self.key_parts > 1 and (self.query_parts > 1 or not split):
+            raise ConfigError(f"key_parts must be 1 unless form='split' and query_parts=1, got {self.key_parts}.")
 
     @property
     def keys(self) -> int:

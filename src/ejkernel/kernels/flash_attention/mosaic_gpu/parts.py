@@ -5,7 +5,8 @@ A tile of the forward has some queries of one head, and walks over all keys; in 
 the keys have tiles of their own, whose outputs are combined by their log-sum-exp (Dao et al., Flash-Decoding, 2023).
 
 A block of threads of the backward owns some keys of one head, and walks over all queries; in cross attention there are
-few keys. Parts of the queries have their own blocks of threads, whose gradients of keys and values are added up.
+few keys. Parts of the queries have their own blocks of threads, whose gradients of keys and values are added up. In the
+split form other blocks own queries, and with few of these parts of the keys help.
 """
 
 from __future__ import annotations
@@ -79,20 +80,8 @@ def in_query_parts(call: AttentionCall, parts: int) -> AttentionCall:
 
 def forward_in_parts(operands: Operands, parts: int, attend: Callable[[Operands], Residuals]) -> Residuals:
     """Return output and log-sum-exp by `attend`, with so many parts of the keys as examples; without sinks."""
-    keys = operands.key.shape[1]
-    parts = math.gcd(parts, keys)
-    lengths = operands.key_lengths
-    if lengths is not None:
-        before = jnp.arange(parts, dtype=lengths.dtype) * (keys // parts)
-        lengths = jnp.clip(lengths[:, None] - before[None], 0, keys // parts).reshape(-1)
-    out, lse = attend(
-        operands._replace(
-            query=_copied(operands.query, parts),
-            key=_divided(operands.key, parts),
-            value=_divided(operands.value, parts),
-            key_lengths=lengths,
-        )
-    )
+    parts = math.gcd(parts, operands.key.shape[1])
+    out, lse = attend(_with_divided_keys(operands, parts))
     lse = returned_lse(_apart(lse, parts))
     top = lse.max(axis=1, keepdims=True)
     weights = jnp.exp(lse - jnp.where(top == -jnp.inf, 0, top))
@@ -103,7 +92,20 @@ def forward_in_parts(operands: Operands, parts: int, attend: Callable[[Operands]
     return merged, jnp.where(total == 0, EMPTY_ROW_LSE, top + jnp.log(divisor))[:, 0]
 
 
-def backward_in_parts(operands: Operands, residuals: Residuals, dout: jax.Array, parts: int, pull: _Pull) -> Gradients:
+def backward_in_key_parts(
+    operands: Operands, residuals: Residuals, dout: jax.Array, parts: int, pull: _Pull
+) -> Gradients:
+    """Return the gradients by `pull`, with so many parts of the keys as examples; its rows see more keys."""
+    parts = math.gcd(parts, operands.key.shape[1])
+    copies = tuple(_copied(x, parts) for x in residuals)
+    found = pull(_with_divided_keys(operands, parts), (copies[0], copies[1]), _copied(dout, parts))
+    dkey, dvalue = (x.reshape(like.shape) for x, like in zip(found[1:3], operands[1:3], strict=True))
+    return _sum_of_parts(found[0], parts), dkey, dvalue, None
+
+
+def backward_in_query_parts(
+    operands: Operands, residuals: Residuals, dout: jax.Array, parts: int, pull: _Pull
+) -> Gradients:
     """Return the gradients by `pull`, with so many parts of the queries as examples."""
     parts = math.gcd(parts, dout.shape[1])
     (out, lse), lengths = residuals, operands.key_lengths
@@ -115,9 +117,27 @@ def backward_in_parts(operands: Operands, residuals: Residuals, dout: jax.Array,
     )
     lse = _divided(lse.swapaxes(1, 2), parts).swapaxes(1, 2)
     dquery, *found, _ = pull(own, (_divided(out, parts), lse), _divided(dout, parts))
-    # In float32, so that the sum is rounded once.
-    dkey, dvalue = (_apart(x, parts).astype(jnp.float32).sum(axis=1).astype(x.dtype) for x in found)
+    dkey, dvalue = (_sum_of_parts(x, parts) for x in found)
     return dquery.reshape(operands.query.shape), dkey, dvalue, None
+
+
+def _with_divided_keys(operands: Operands, parts: int) -> Operands:
+    """Return the operands with parts of the keys as examples."""
+    keys, lengths = operands.key.shape[1], operands.key_lengths
+    if lengths is not None:
+        before = jnp.arange(0, keys, keys // parts, dtype=lengths.dtype)[None]
+        lengths = jnp.clip(jnp.clip(lengths, 0, keys)[:, None] - before, 0, keys // parts).reshape(-1)
+    return operands._replace(
+        query=_copied(operands.query, parts),
+        key=_divided(operands.key, parts),
+        value=_divided(operands.value, parts),
+        key_lengths=lengths,
+    )
+
+
+def _sum_of_parts(x: jax.Array, parts: int) -> jax.Array:
+    # In float32, so that the sum is rounded once.
+    return _apart(x, parts).astype(jnp.float32).sum(axis=1).astype(x.dtype)
 
 
 def _divided(x: jax.Array, parts: int) -> jax.Array:
