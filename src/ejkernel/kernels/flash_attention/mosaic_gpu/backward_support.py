@@ -20,8 +20,7 @@ from .backward_plan import (
     shared_bytes,
 )
 from .params import BackwardParams
-from .parts import fault as parts_fault
-from .parts import in_key_parts, in_query_parts, key_parts, query_parts
+from .parts import in_key_parts, in_query_parts, key_parts, parts_fault, query_parts
 from .plan import unavailable
 
 _LARGEST_DIM = 256

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a forward cannot be launched with some parameters."""
+"""Why a forward does not run with some arguments or launch parameters."""
 
 from __future__ import annotations
 
@@ -67,4 +67,17 @@ def register_fault(plan: ForwardPlan) -> str | None:
     needed = block // 2 + block // 4 + plan.value_dim // 2 + _REGISTERS_LEFT
     if needed > available:
         return f"it needs about {needed} registers per thread; {available} are available"
+    return None
+
+
+def arguments_reason(call: AttentionCall) -> str | None:
+    """Return why the forward does not run such arguments; `None` if it does."""
+    widest = max(call.query[3], call.value[3])
+    if widest > 256:
+        return f"head_dim is {widest}; 'mosaic_gpu' supports at most 256; use 'xla'."
+    if 0 in (*call.query, *call.key):
+        return "an array is empty; use 'xla'."
+    # Without a bias the kernel takes the maximum before it scales: only a positive scale keeps the order.
+    if call.rules.scale <= 0:
+        return f"scale must be positive for 'mosaic_gpu', got {call.rules.scale}; use 'xla'."
     return None

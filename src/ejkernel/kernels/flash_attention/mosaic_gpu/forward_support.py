@@ -14,6 +14,7 @@ from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.errors import ConfigError
 
 from .forward_faults import (
+    arguments_reason,
     block_fault,
     has_much_wider_values,
     packing_fault,
@@ -22,8 +23,7 @@ from .forward_faults import (
     sharing_fault,
 )
 from .params import ForwardParams
-from .parts import fault as parts_fault
-from .parts import in_key_parts, key_parts
+from .parts import fastest_key_parts, in_key_parts, parts_fault
 from .plan import ROWS, SMALL_CAP, WHOLE_DIMS, forward_plan, is_pieced, unavailable
 from .schedule import duration, longest_share
 
@@ -43,7 +43,7 @@ _FEW_KEYS, _MANY_ROWS = 1024, 8192  # keys of a head, and rows that read each of
 
 def unsupported_reason(call: AttentionCall) -> str | None:
     """Return why the forward does not run `call`, and an alternative; `None` if it runs."""
-    return unavailable(call) or _arguments_reason(call)
+    return unavailable(call) or arguments_reason(call)
 
 
 def params_fault(call: AttentionCall, params: ForwardParams) -> str | None:
@@ -67,23 +67,8 @@ def params_fault(call: AttentionCall, params: ForwardParams) -> str | None:
 
 def heuristic(call: AttentionCall) -> ForwardParams:
     """Return good parameters for a supported `call`."""
-    parts = _parts_of_keys(call)
+    parts = fastest_key_parts(call)
     return dataclasses.replace(_in_one_part(in_key_parts(call, parts)), key_parts=parts)
-
-
-def _parts_of_keys(call: AttentionCall) -> int:
-    """Return the number of parts of the keys with the shortest estimated time, where tiles are few."""
-    tiles = forward_plan(call, ForwardParams(warpgroups=1, ping_pong=False)).tiles
-    if 2 * tiles > MULTIPROCESSORS:
-        return 1
-
-    def time(parts: int) -> float:
-        """Return microseconds, as measured with 256 to 2,048 keys at D64 to D256, and with 1 to 16 parts."""
-        each = (0.0037 + 0.000046 * max(call.query[3], call.value[3])) * call.key[1] / parts
-        combined = 4 + 0.35 * parts if parts > 1 else 0.0
-        return math.ceil(tiles * parts / MULTIPROCESSORS) * each + combined
-
-    return min((1, *key_parts(call)), key=time)
 
 
 def _in_one_part(call: AttentionCall) -> ForwardParams:
@@ -505,15 +490,3 @@ def _fallbacks(params: ForwardParams) -> Iterator[ForwardParams]:
     for sizes, stages in (((128, 96, 64, 48, 32), 2), ((128, 96, 64, 32), 1), ((16,), 2), ((16,), 1)):
         for size, share in itertools.product(sizes, (params.share_buffer, not params.share_buffer)):
             yield dataclasses.replace(few, kv_block=min(size, params.kv_block), stages=stages, share_buffer=share)
-
-
-def _arguments_reason(call: AttentionCall) -> str | None:
-    widest = max(call.query[3], call.value[3])
-    if widest > 256:
-        return f"head_dim is {widest}; 'mosaic_gpu' supports at most 256; use 'xla'."
-    if 0 in (*call.query, *call.key):
-        return "an array is empty; use 'xla'."
-    # Without a bias the kernel takes the maximum before it scales: only a positive scale keeps the order.
-    if call.rules.scale <= 0:
-        return f"scale must be positive for 'mosaic_gpu', got {call.rules.scale}; use 'xla'."
-    return None
