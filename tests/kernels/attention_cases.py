@@ -109,6 +109,9 @@ CASES = {
     "causal, keys before": Case(queries=20, rules=CAUSAL),
     "causal, rows without keys": Case(keys=20, rules=CAUSAL),
     "one query": Case(queries=1, rules=CAUSAL),
+    # On Hopper, heads count as queries, and there are parts of the keys, or of the queries in the gradient.
+    "few queries": Case(queries=3, keys=1024),
+    "few keys": Case(queries=512, keys=20),
     "other value dim": Case(value_dim=8),
     "full bias": Case(bias=(2, 4, 48, 48), groups=1),
     "bias per head": Case(bias=(1, 4, 48, 48), rules=CAUSAL),
@@ -242,6 +245,7 @@ SUBJECT = Subject(
     odd={
         "prime lengths, narrower values": in_use(1879, dims=(200, 136), causal=True),
         "prime lengths, wide heads": in_use(1877, keys=1879, heads=(2, 1), dims=(384, 520), causal=True),
+        "decoding": in_use(3, keys=1500, dims=(192, 192)),
         "arrays": in_use(205, keys=307, heads=(6, 2), dims=(72, 40), sliding_window=(99, 0), arrays=ARRAYS),
     },
     check_residuals=check_log_sum_exp,
