@@ -159,27 +159,27 @@ class ForwardKernel:
 
         def step(state: Any) -> Any:
             number, tile, carry = state
-            following = self._dealt(program, number + 1)  # before the tile is computed, which hides the latency
+            following = self._tile_in_turn(program, number + 1)  # before the tile is computed, which hides the latency
             return number + 1, following, body(self._tile(tile), carry, number)
 
-        first = self._dealt(program, np.int32(0)) if plan.deals_by_length else program
+        first = self._tile_in_turn(program, np.int32(0)) if plan.deals_by_length else program
         return lax.while_loop(lambda state: state[1] < plan.tiles, step, (jnp.int32(0), first, carry))[2]
 
-    def _dealt(self, program: Any, turn: Any) -> Any:
+    def _tile_in_turn(self, program: Any, turn: Any) -> Any:
         """Return the tile of a block of threads in a turn; the number of tiles if all are dealt."""
         if self.inputs.schedule is not None:
             return self.inputs.schedule[program, turn]
         # Longest first, forwards and backwards: all blocks of threads end at about the same time.
         plan, backwards = self.plan, remainder(turn, 2) == 1
         place = turn * plan.programs + jnp.where(backwards, plan.programs - 1 - program, program)
-        heads = plan.heads // plan.tile_heads
+        heads = plan.head_tiles
         rows = self.inputs.order[jnp.minimum(quotient(place, heads), plan.batch * plan.row_tiles - 1)]
         return jnp.where(place < plan.tiles, rows * heads + remainder(place, heads), plan.tiles)
 
     def _place_of(self, number: Any) -> tuple[Any, Any, Any]:
         """Return the example, head and tile of rows of tile `number`."""
         plan, bundle = self.plan, self.plan.bundle
-        heads = plan.heads // plan.tile_heads
+        heads = plan.head_tiles
         if plan.deals_by_length:
             rows, head = quotient(number, heads), remainder(number, heads)
             return quotient(rows, plan.row_tiles), head * plan.tile_heads, remainder(rows, plan.row_tiles)

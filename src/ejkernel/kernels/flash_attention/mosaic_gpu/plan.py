@@ -113,14 +113,19 @@ class ForwardPlan(AttentionSizes):
         return -(-self.queries // self.tile_rows)
 
     @property
+    def head_tiles(self) -> int:
+        """Tiles that cover the same queries of all heads of an example."""
+        return self.heads // self.tile_heads
+
+    @property
     def tiles(self) -> int:
         """All tiles."""
-        return self.batch * self.row_tiles * (self.heads // self.tile_heads)
+        return self.batch * self.row_tiles * self.head_tiles
 
     @property
     def bundle(self) -> int:
         """Heads, of one or several examples, whose tiles come together: from their last rows to their first ones."""
-        heads = self.heads // self.tile_heads
+        heads = self.head_tiles
         if self.params.heads_first and heads % self.groups == 0:
             return heads // self.groups
         # The more heads, the more even the shares of the blocks of threads; but their keys and values are read once for
