@@ -52,7 +52,17 @@ class Product(Kernel[Config, jax.Array]):
         return [Config(int(n)) for n in os.environ.get("STEP_CANDIDATES", "1")]
 
 
-product = Product("step_product")
+class Wrong(Product):
+    """Its heuristic, and whatever STEP_WRONG names, returns wrong results."""
+
+    def run(self, a, b, *, cfg):
+        return super().run(a, b, cfg=cfg) + (str(cfg.repeats) in "8" + os.environ.get("STEP_WRONG", ""))
+
+    def reference(self, a, b):
+        return a @ b
+
+
+product, wrong = Product("step_product"), Wrong("step_wrong")
 ARRAY = jnp.ones((64, 64))
 
 
@@ -62,6 +72,10 @@ def step():
 
 def wide():
     return jax.jit(lambda a, b: product(a, b) + product(a[:32], b).sum()), (ARRAY, ARRAY)
+
+
+def wrong_before():
+    return jax.jit(lambda a, b: wrong(a, b)), (ARRAY, ARRAY)
 
 
 def types():
@@ -314,6 +328,18 @@ def test_what_was_saved_before_is_restored(program, capsys, slower, monkeypatch)
 
 
 @pytest.mark.slow
+def test_a_step_is_not_compared_with_configurations_that_fail_and_no_such_configuration_is_saved(
+    program, capsys, slower, monkeypatch
+):
+    for candidates, wrong in (("2", ""), ("12", "2")):  # then the configuration saved earlier is wrong, too
+        monkeypatch.setenv("STEP_CANDIDATES", candidates)
+        monkeypatch.setenv("STEP_WRONG", wrong)
+        _, out, _ = tune(capsys, "wrong_before", "--force")
+        assert "step not compared: the configurations before, e.g. the heuristic's, fail." in out.replace("\n", " ")
+        assert repeats() == {64: int(candidates[0])}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "reason"), [("types", "random arrays for its arguments"), ("printing", "it has side effects")]
 )
@@ -375,13 +401,18 @@ def test_a_long_step_is_not_compared(program, capsys, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_leaves_the_winners_saved_for_a_later_comparison(program, capsys, monkeypatch, number):
+@pytest.mark.parametrize("is_ignored", [False, True], ids=["", "in the background of a script"])
+def test_an_interruption_leaves_the_winners_saved_for_a_later_comparison(
+    program, capsys, monkeypatch, number, is_ignored
+):
     def stop(*_):
         signal.raise_signal(number)
 
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN if is_ignored else signal.default_int_handler)
     with monkeypatch.context() as patch:
         patch.setattr(step_check, "compare_step", stop)
         status, _, err = tune(capsys, "step")
+    signal.signal(signal.SIGINT, handler)
     assert status != 0
     assert "the next run compares it" in err
     assert "repeats=1" in err

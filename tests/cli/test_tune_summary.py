@@ -26,11 +26,12 @@ def all_failed(inv):
     return AutotuneData(inv=inv, config=outcome.config, outcomes=(outcome,), seconds=1.0)
 
 
-def summary(calls, searches, saved=(), **fields):
+def summary(calls, searches, saved=(), tuned=(), **fields):
     outcome = TuneOutcome(
         calls=calls,
         searches=searches,
-        has_entry=lambda inv: inv in saved,
+        has_entry=lambda inv: inv in (*saved, *tuned),
+        is_tuned=lambda inv: inv in tuned,
         place=Path("configs"),
         seconds=61.0,
         **fields,
@@ -50,6 +51,17 @@ def test_each_call_counts_once():
     assert "not started, because the time was over: reported@v0 f32[40,8]" in lines
     assert "2 searches can continue: run the command again." in lines[-1]
     assert "3 calls have no saved configuration yet, so EJKERNEL_ON_MISS=error raises." in lines[-1]
+
+
+def test_an_unfinished_search_of_a_tuned_call_cannot_continue():
+    one, other = call(8), call(16)
+    searches = [kept(inv, planned=3, not_saved="it is not finished") for inv in (one, other)]
+    lines = summary([one, other], searches, tuned=[one], budget=30.0)
+    assert lines[-1] == (
+        "1 search can continue: run the command again, with --budget 60 (seconds for each call) for more time. 1 call "
+        "keeps the configuration saved earlier; --force --budget 60 (seconds for each call) searches again from the "
+        "start. 1 call has no saved configuration yet, so EJKERNEL_ON_MISS=error raises."
+    )
 
 
 def test_a_call_that_keeps_its_entry_and_was_not_started_cannot_continue():

@@ -358,6 +358,8 @@ ARGUMENTS = [
     (lambda: ops.default_key_builder_with_sharding(5), ArgumentError, "kernel must be a Kernel, got 5"),
     (lambda: ops.record_invocation(5, 6), ArgumentError, "kernel must be a Kernel, got 5"),
     (lambda: ops.record_invocation(Scale("s"), 6), ArgumentError, "inv must be an Invocation, got 6"),
+    (lambda: Executor(ConfigSelectorChain(), "a b"), ArgumentError, "stamp_prefix must be .* got 'a b'"),
+    (lambda: Executor(ConfigSelectorChain(), ""), ArgumentError, "stamp_prefix must be .* got ''"),
     (lambda: ops.vmap_with_config(5), ArgumentError, "kernel must be a Kernel, got 5"),
     (lambda: ops.pmap_with_config(5), ArgumentError, "kernel must be a Kernel, got 5"),
     (lambda: ops.label(5), (ConfigError, ArgumentError), "label name must be .* got 5"),

@@ -95,7 +95,9 @@ def _run(arguments: list[str] | None) -> int:
         return 130
     except Exception as error:
         names_file = isinstance(error, OSError) and error.filename is not None  # e.g. a too long file name
-        if not names_file and not _is_ours(type(error), "EjkernelError"):
+        # A warning is raised under `PYTHONWARNINGS=error`.
+        is_ours = any(_is_ours(type(error), root) for root in ("EjkernelError", "EjkernelWarning"))
+        if not names_file and not is_ours:
             raise
         _echo_error(str(error))
         return 1
@@ -122,7 +124,8 @@ def _what_is_left(arguments: Sequence[str]) -> str:
         return ""
     if "--compile-only" in arguments:
         return "; compiled programs are in the folder, run the command again to continue"
-    return "; finished searches are saved, run the command again to continue"
+    # With `--force`, another run begins anew.
+    return f"; finished searches are saved{'' if '--force' in arguments else ', run the command again to continue'}"
 
 
 def _without_reader() -> int:

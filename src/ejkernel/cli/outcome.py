@@ -39,6 +39,7 @@ class TuneOutcome:
         calls: The calls to tune.
         searches: Their searches; failed ones may be missing.
         has_entry: Whether a call has a saved configuration now.
+        is_tuned: Whether it has one of a finished search, so that another run skips it without `--force`.
         place: The cache folder.
         seconds: Duration of all searches.
         budget: Seconds for each search.
@@ -50,6 +51,7 @@ class TuneOutcome:
     calls: Sequence[Invocation[Any, Any]]
     searches: Sequence[AutotuneData]
     has_entry: Callable[[Invocation[Any, Any]], bool]
+    is_tuned: Callable[[Invocation[Any, Any]], bool]
     place: Path | None
     seconds: float
     budget: float | None = None
@@ -86,8 +88,10 @@ class TuneOutcome:
             where = "the saved configurations stay; --force tunes again"
         return f"{counted(len(self.calls), 'call')} in {self.seconds:.1f} s: {', '.join(parts)}; {where}"
 
-    def _open(self) -> list[AutotuneData]:
-        return [search for search in self.searches if search.progress.state == SearchState.PARTIAL]
+    def _open(self, *, tuned: bool = False) -> list[AutotuneData]:
+        """Return the unfinished searches that another run continues, or those of `tuned` calls, which it skips."""
+        found = [search for search in self.searches if search.progress.state == SearchState.PARTIAL]
+        return [search for search in found if self.is_tuned(search.inv) == tuned]
 
     @property
     def _can_continue(self) -> int:
@@ -145,6 +149,10 @@ class TuneOutcome:
             helps = found and (self.budget is not None or self._lacks_references)
             more = f", with {self._more(found)} for more time" if helps else ""
             parts.append(f"{number} {which} can continue: run the command again{more}.")
+        if skipped := self._open(tuned=True):
+            keep = "call keeps" if len(skipped) == 1 else "calls keep"
+            again = f"--force {self._more(skipped)} searches again from the start"
+            parts.append(f"{len(skipped)} {keep} the configuration saved earlier; {again}.")
         if without:
             have = "call has" if without == 1 else "calls have"
             parts.append(f"{without} {have} no saved configuration yet, so EJKERNEL_ON_MISS=error raises.")

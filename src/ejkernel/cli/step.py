@@ -44,7 +44,7 @@ class Winner:
     Attributes:
         key: The call.
         name: The call in words.
-        before: The configuration before, e.g. the heuristic's.
+        before: The configuration before, e.g. the heuristic's; `None` if it fails.
         after: The new one.
         alone: The speed-up of the call by itself.
         gain: Seconds of a step that this saves.

@@ -19,6 +19,7 @@ from ejkernel.cli.programs import Program, with_cache
 from ejkernel.cli.saved import SavedCalls
 from ejkernel.cli.step import FAILS, Answer, Question, Winner, compare_step, first_line
 from ejkernel.ops.autotuner.trials.candidates import heuristic_of, is_in
+from ejkernel.ops.autotuner.trials.programs import are_same
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
 from ejkernel.ops.autotuner.trials.status import SearchProgress, is_kept_in
 from ejkernel.ops.config.cache import same_config
@@ -35,6 +36,9 @@ _LEAST_SHARE: Final = 30.0
 _OF_SEARCHES: Final = 0.25  # of the time of the searches, but at least a minute
 _LEAST: Final = 60.0
 _STUCK: Final = 600.0  # seconds, and ten times those allowed, after which the worker is ended
+
+_NOTHING_BEFORE: Final = "the configurations before, e.g. the heuristic's, fail"
+_STAYS: Final = "Each new configuration won by itself and stays saved"
 
 Entries = Mapping[ConfigKey, tuple[Any, StoredEntry]]
 
@@ -140,6 +144,7 @@ class StepCheck:
         winners = tuple(self._winners())
         if not winners:
             return None
+        winners = tuple(winner for winner in winners if winner.before is not None) or winners
         question = Question(
             program=self.program,
             cache=self.cache,
@@ -148,13 +153,15 @@ class StepCheck:
             why_short="which is long beside the searches" if allowed is None else "which is more than --time leaves",
             insists=self.insists,
         )
-        answer = Answer(skipped=self.why_not) if self.why_not else self._ask(question)
+        fails = winners[0].before is None
+        why_not = _NOTHING_BEFORE if fails else self.why_not
+        answer = Answer(skipped=why_not) if why_not else self._ask(question)
         checked = Checked(
             target=self.program.target,
             answer=answer,
             winners=winners,
             time=datetime.datetime.now(datetime.UTC),
-            advice=self._advice,
+            advice=f"{_STAYS}." if fails else self._advice,
         )
         if not (answer.skipped or answer.undecided):
             calls = {inv.key: inv for inv in self.found.calls}
@@ -169,9 +176,8 @@ class StepCheck:
 
     @property
     def _advice(self) -> str:
-        stays = "Each new configuration won by itself and stays saved"
         where = " on a machine with its devices" if self.elsewhere else "" if self.insists else " or --check-step"
-        return f"{stays}; `ejkernel bench {with_cache(self.program.target, self.cache)}`{where} compares the step."
+        return f"{_STAYS}; `ejkernel bench {with_cache(self.program.target, self.cache)}`{where} compares the step."
 
     def _ask(self, question: Question) -> Answer:
         try:
@@ -188,7 +194,7 @@ class StepCheck:
             if entry is None or not self.saved.is_own(entry) or not _won(entry):
                 continue
             before = self._before(inv, entry)
-            if before is not None and not same_config(before, config):
+            if before is None or not same_config(before, config):
                 yield Winner(
                     key=inv.key,
                     name=f"{inv.op_id_v} {arguments(inv.description)}",
@@ -199,16 +205,18 @@ class StepCheck:
                 )
 
     def _before(self, inv: Invocation[Any, Any], now: StoredEntry) -> Any:
-        """Return the configuration in force before the search: saved then, or the heuristic's."""
+        """Return the configuration in force before the search, saved then or the heuristic's; `None` if all fail."""
         kernel = kernel_of(inv)
         config, entry = self.earlier.get(inv.key, (None, None))
         if (
             entry is not None
             and entry.config != now.config
             and is_in(candidates_of(kernel, inv.representative), config)
+            and not _has_failed(now, config)
         ):
             return config
-        return next(iter(heuristic_of(inv.representative, kernel)), None)
+        heuristics = heuristic_of(inv.representative, kernel)
+        return next((each for each in heuristics if not _has_failed(now, each)), None)
 
     def _settle(self, inv: Invocation[Any, Any], winner: Winner, note: StepNote) -> None:
         """Store the result in the entry of a call, unless another process has replaced the entry since."""
@@ -254,6 +262,13 @@ def _won(entry: StoredEntry) -> bool:
     """Return whether the configuration of an entry has won a search, and was not compared in a step since."""
     is_searched = SearchProgress.stored_in(entry.measured) is not None
     return is_searched and not is_kept_in(entry.measured) and StepNote.stored_in(entry.measured) is None
+
+
+def _has_failed(entry: StoredEntry, config: Any) -> bool:
+    """Return whether the search of an entry found that a configuration fails or is wrong."""
+    failures = (entry.measured or {}).get("failures")
+    found = failures if isinstance(failures, list) else []
+    return any(isinstance(each, dict) and are_same(each.get("config"), config) for each in found)
 
 
 def _saved_seconds(entry: StoredEntry) -> float:

@@ -195,6 +195,7 @@ def _tune_found(
             calls=tried,
             searches=result.searches,
             has_entry=saved.has_entry,
+            is_tuned=saved.is_tuned,
             place=store.path,
             seconds=seconds,
             budget=options.budget,
@@ -440,6 +441,8 @@ def _ended_like_ctrl_c() -> Iterator[None]:
     # Not those that `nohup` ignores.
     others = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
     before = {each: signal.signal(each, lambda *_: signal.raise_signal(signal.SIGINT)) for each in others}
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in jobs that a script starts in the background
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, delivered(signal.default_int_handler))
     try:
         yield
     finally:

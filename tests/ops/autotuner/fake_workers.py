@@ -20,7 +20,7 @@ class FakeWorker(Supervisor):
     """A worker that takes the next step of its script each time that its supervisor waits for it.
 
     A step is a message, bytes of any content, the seconds of a pause, signs of life, the error of a transport, or a
-    function to call. After the script, the worker runs its request in this process.
+    function that returns a message's bytes or `None`. After the script, the worker runs its request in this process.
     """
 
     def __init__(self, *script, environ=None):
@@ -51,7 +51,7 @@ class FakeWorker(Supervisor):
                 self.is_alive = False
                 raise death
             case function:
-                function()
+                return function()
         return None
 
     def signs(self):

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import signal
 
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.ops.sample_kernels import Double
 
-from ejkernel.ops import Invocation
+from ejkernel.ops import Autotuner, ConfigSelectorChain, Invocation, PersistentCache, TuningWarning
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import PairedComparison
 from ejkernel.ops.autotuner.measure.sampling import Sampling, SamplingPlan
@@ -80,6 +82,14 @@ def test_a_partial_search_replaces_an_earlier_entry_only_after_measuring_it():
     assert why_not_saved(partial, validated=True) == ""
     assert why_not_saved(partial, validated=True, earlier=Earlier(1)) == ""
     assert "5, was not measured again" in why_not_saved(partial, validated=True, earlier=Earlier(5))
+
+
+def test_a_partial_search_replaces_an_earlier_entry_with_wrong_results_by_the_measured_heuristic():
+    for status, is_saved in (("wrong", True), ("failed", False), ("crashed", False)):
+        outcomes = measured(0), Outcome(config=5, status=status, reason="no")
+        early = search(*outcomes, winner=0, challenge=None, planned=12)
+        assert (why_not_saved(early, validated=True, earlier=Earlier(5)) == "") == is_saved
+    assert why_not_saved(early, validated=True, earlier=Earlier(3)) != ""
 
 
 def entry(found):
@@ -161,3 +171,45 @@ def test_candidates_without_samples_are_not_ranked():
         for index in sampling.next_round():
             sampling.note(index, 1.0 + index)
         assert sampling.ranking() == [index for index in range(3) if index not in dropped]
+
+
+class Finished(Autotuner):
+    """Its searches measure the configurations 0, 1 and 2, and the last one fails."""
+
+    def _carried_out(self, task):
+        wrong = Outcome(config=2, status="wrong", reason="no")
+        return dataclasses.replace(GOOD, inv=task.inv, outcomes=(*GOOD.outcomes, wrong))
+
+
+@pytest.fixture
+def chain(tmp_path):
+    return ConfigSelectorChain(persistent=PersistentCache(tmp_path, shipped=False), tuner=Finished())
+
+
+DOUBLE = Double("double_saved")
+DOUBLED = Invocation(kernel=DOUBLE, args=(jax.ShapeDtypeStruct((4, 8), jnp.float32),)).abstract()
+
+
+def saved_by(chain):
+    return PersistentCache(chain.persistent.path, shipped=False).get(DOUBLED.key), chain.store.progress(DOUBLED.key)
+
+
+def test_a_warning_that_is_an_error_does_not_discard_a_finished_search(chain):
+    with pytest.raises(TuningWarning, match="1 of 2 candidates"):  # warnings are errors in all tests
+        chain.search(DOUBLED, DOUBLE, candidates=[1, 2])
+    assert saved_by(chain) == (1, SearchProgress(SearchState.COMPLETE, 3, 3))
+
+
+def test_a_ctrl_c_while_a_search_is_saved_is_raised_afterwards(chain, monkeypatch):
+    put = PersistentCache.put
+
+    def interrupted(self, *args, **options):
+        signal.raise_signal(signal.SIGINT)
+        put(self, *args, **options)
+
+    monkeypatch.setattr(PersistentCache, "put", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell may ignore it in background jobs
+    with pytest.raises(KeyboardInterrupt):
+        chain.search(DOUBLED, DOUBLE)
+    signal.signal(signal.SIGINT, before)
+    assert saved_by(chain) == (1, SearchProgress(SearchState.COMPLETE, 3, 3))

@@ -221,6 +221,14 @@ def test_no_worker_is_left_behind():
     assert wait_for_the_end_of(*children)
 
 
+def test_a_program_from_standard_input_can_start_a_worker(monkeypatch):
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__spec__", None)
+    monkeypatch.setattr(main, "__file__", "<stdin>", raising=False)
+    with worker_session(), shared_worker() as worker:
+        assert worker.call(os.getpid) == worker.pid
+
+
 PARENT = """
 import os, threading
 from ejkernel.ops.autotuner.process.worker import Worker

@@ -238,6 +238,13 @@ def test_the_first_ctrl_c_cancels_and_the_second_is_raised():
     assert worker.instructions == [GO_ON, END, END_AT_ONCE]
 
 
+def test_a_ctrl_c_during_the_last_wait_keeps_the_answer():
+    cancellation = Cancellation()
+    worker = FakeWorker(lambda: ctrl_c() or pickled(Returned(7)))
+    assert worker.call(os.getpid, cancellation=cancellation) == 7
+    assert cancellation.is_requested
+
+
 def test_without_a_cancellation_the_first_ctrl_c_is_raised():
     worker = FakeWorker(ctrl_c, Returned("late"))
     with pytest.raises(KeyboardInterrupt):
@@ -415,6 +422,12 @@ def test_after_ctrl_c_the_search_ends_with_its_results_and_starts_no_worker(monk
     else:
         data, tasks, _ = search(monkeypatch, script)
         assert (data.config, data.interrupted, len(tasks)) == (HEURISTIC, True, 1)
+
+
+@pytest.mark.parametrize("end", [[ctrl_c, FOUND], [lambda: ctrl_c() or pickled(FOUND)]], ids=["before", "with"])
+def test_a_ctrl_c_that_comes_too_late_for_the_worker_keeps_its_result_and_interrupts(monkeypatch, end):
+    data, *_ = search(monkeypatch, [STARTED, measured(HEURISTIC), *end])
+    assert (data.config, data.interrupted) == (A, True)
 
 
 # --- Ctrl-C that waits until it is looked for ---

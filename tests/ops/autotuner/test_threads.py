@@ -111,6 +111,23 @@ def test_hanging_work_after_ctrl_c_is_abandoned_and_the_next_has_another_thread(
     left.wait(60)
 
 
+def test_an_exception_of_a_signal_handler_asks_the_work_to_end_and_the_next_has_another_thread():
+    asked, late = threading.Event(), threading.Event()
+
+    def work():
+        asked.wait(60)
+        late.wait(60)
+
+    def look():
+        raise TimeoutError("the user's time limit")
+
+    with pytest.raises(TimeoutError, match="the user's time limit"):
+        on_measuring_thread(work, on_interrupt=asked.set, look=look)
+    assert asked.is_set()
+    assert on_measuring_thread(lambda: "another thread") == "another thread"
+    late.set()
+
+
 def test_an_abandoned_thread_in_python_ends_on_request():
     began, ended = threading.Event(), []
 

@@ -401,6 +401,19 @@ def test_the_builder_takes_an_invocation_or_its_fields():
     assert built == ops.default_key_builder_with_sharding(KERNEL, (X,), {"option": 1}) != inv.key
 
 
+def test_the_builder_prepares_the_arguments_of_a_call():
+    class Powers(Kernel):
+        def prepare(self, x, power=2):
+            return (x,), {"power": int(power)}
+
+        def run(self, x, *, power, cfg):
+            return x**power
+
+    kernel = Powers("powers")
+    built = ops.default_key_builder_with_sharding(kernel, (X, 3.0))
+    assert built == ops.default_key_builder_with_sharding(Invocation(kernel=kernel, args=(X,), kwargs={"power": 3}))
+
+
 # --- every process finds the same key ---
 
 SCRIPT = """

@@ -344,6 +344,15 @@ def test_the_decorator_labels_a_function():
     assert "block/" in program.as_text(debug_info=True)
 
 
+def test_the_decorator_labels_a_method_and_a_call_with_a_function():
+    class Model:
+        @label("block")
+        def __call__(self, activation, x):
+            return activation(x)
+
+    assert operations(lowered(lambda x: Model()(lambda x: 2 * x, x), x)) == ["block@v0"]
+
+
 def test_the_decorator_keeps_results_gradients_and_the_function_itself():
     @label("block")
     def block(x, w):

@@ -57,6 +57,12 @@ def test_a_configuration_can_be_given(kernel):
     np.testing.assert_array_equal(got, 3 * (A @ B))
 
 
+def test_the_configuration_of_a_call_precedes_that_of_the_batch(kernel):
+    for given in (None, 3):
+        got = vmap_with_config(kernel, in_axes=(0, None), cfg=given)(A, B, cfg=2)
+        np.testing.assert_array_equal(got, 2 * (A @ B))
+
+
 def test_an_executor_can_be_given(kernel):
     class Always:
         def choose(self, inv, kernel):

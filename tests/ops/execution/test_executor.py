@@ -326,6 +326,23 @@ def test_a_stamp_prefix_begins_the_labels(chain):
     assert label.startswith("mine#Times@v0:")
 
 
+class Resize(Kernel):
+    """`x` times the length of `method`; its parameters have names that the executor uses, too."""
+
+    def run(self, x, kernel, *, cfg, method="nearest"):
+        return x * kernel * len(method)
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+
+def test_a_kernel_may_have_parameters_named_kernel_and_method(executor):
+    resize, given = Resize("resize"), {"kernel": X, "method": "bilinear"}
+    for out in (executor(resize, X, **given), executor.compile(resize, X, **given)(X, **given)):
+        np.testing.assert_array_equal(out, 8 * X * X)
+    assert executor.choose_config(resize, X, **given) == 1
+
+
 # --- method="shard_map" ---
 
 

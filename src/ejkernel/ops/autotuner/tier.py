@@ -11,9 +11,10 @@ from typing import Any
 
 from ejkernel.ops.autotuner.bench.residuals import partners_in_force
 from ejkernel.ops.autotuner.measure.sampling import geometric_mean
+from ejkernel.ops.autotuner.process.supervisor import interrupts_held_back
 from ejkernel.ops.autotuner.search.model import Record
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
-from ejkernel.ops.autotuner.store.saving import Saver
+from ejkernel.ops.autotuner.store.saving import AdmissionError, Saver
 from ejkernel.ops.autotuner.tasks.task import SharedCall, shares_of
 from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
@@ -91,15 +92,8 @@ class AutotuneTier:
             ]
         if store is not None and resume:
             options["known"] = store.unfinished(inv, shares_of(calls))
-        partners = partners_in_force(chain, inv, kernel)
-        try:
-            tuned: object = tuner.tune(inv.representative, kernel, partners=partners, **options)
-        except TuningError as error:
-            saver.save_failure(inv, error)
-            raise
-        if not isinstance(tuned, AutotuneData):
-            raise TuningError(f"{type(tuner).__name__}.tune returned {type(tuned).__name__}; it must be AutotuneData.")
-        saved = saver.save(inv, tuned)
+        options["partners"] = partners_in_force(chain, inv, kernel)
+        saved = _tuned_and_saved(tuner, inv, kernel, saver, options)
         if saved.interrupted:  # after saving the measurements so far
             raise KeyboardInterrupt
         return saved
@@ -142,6 +136,30 @@ class AutotuneTier:
     def _lock_of(self, key: ConfigKey) -> threading.RLock:
         with self._locks_guard:
             return self._locks.setdefault(key, threading.RLock())
+
+
+def _tuned_and_saved(
+    tuner: Autotuner, inv: Invocation[Any, Any], kernel: Any, saver: Saver, options: dict[str, Any]
+) -> AutotuneData:
+    """Run a search and save its result, before Ctrl-C, a listener, or a warning that is an error can discard it."""
+    saved: list[AutotuneData] = []
+
+    def save(found: AutotuneData) -> AutotuneData:
+        with interrupts_held_back():
+            saved.append(saver.save(inv, found))
+        return saved[-1]
+
+    try:
+        tuned: object = tuner.tune(inv.representative, kernel, conclude=save, **options)
+    except AdmissionError:  # from `save`
+        raise
+    except TuningError as error:
+        saver.save_failure(inv, error)
+        raise
+    if not isinstance(tuned, AutotuneData):
+        raise TuningError(f"{type(tuner).__name__}.tune returned {type(tuned).__name__}; it must be AutotuneData.")
+    # A user's tuner may not call `conclude`, or may return something else.
+    return tuned if saved and tuned is saved[-1] else save(tuned)
 
 
 def estimates_of(persistent: PersistentCache | None, calls: Sequence[SharedCall], kernel: Any) -> list[EstimatedTime]:

@@ -89,6 +89,7 @@ class Autotuner:
         others: Sequence[SharedCall] = (),
         partners: Sequence[object] = (),
         progress: Callable[[int, int], object] | None = None,
+        conclude: Callable[[AutotuneData], AutotuneData] = lambda data: data,
     ) -> AutotuneData:
         """Search for the best configuration of `inv`, or of several calls that share one.
 
@@ -112,6 +113,7 @@ class Autotuner:
                 the forward for a backward call. The winner must give correct gradients with each.
             progress: Called with the number of candidates compiled and checked, and the total. Events give more
                 detail (`on_event`).
+            conclude: Saves the result and returns it, before warnings and events report it: either may raise.
 
         Raises:
             TuningError: No candidate could be measured, or the reference failed.
@@ -147,7 +149,7 @@ class Autotuner:
             else on_event(Counter(lambda _, done, total: progress(done, total), [inv.key]))
         ):
             logger.info("tuning %s %s", inv.op_id_v, arguments(inv.description))
-            data = self._carried_out(task)
+            data = conclude(self._carried_out(task))
             _report(data, inputs, candidates)
             emit(SearchFinished(inv.key, data))
         return data

@@ -159,9 +159,7 @@ def with_python_numbers(
     # Most calls have none; then nothing has to resolve the annotations of the signature.
     if all(getattr(leaf, "ndim", None) != 0 for leaf in jax.tree.leaves((args, kwargs))):
         return args, kwargs
-    signature = _signature(kernel)
-    signature.takes = signature.takes or _parameters_taken(kernel, signature)
-    parameters = signature.takes[are_prepared]
+    parameters = _taken(kernel)[are_prepared]
     found = [python_numbers(value, takes) for value, takes in zip(args, parameters.positional, strict=False)]
     if any(new is not old for new, old in zip(found, args, strict=False)):
         args = (*found, *args[len(found) :])
@@ -172,6 +170,11 @@ def with_python_numbers(
         if number is not value:
             changed[name] = number
     return args, {**kwargs, **changed} if changed else kwargs
+
+
+def has_parameter(kernel: Computation[Any, Any], name: str) -> bool:
+    """Return whether the kernel's `run` or `prepare` has a parameter of this name."""
+    return any(name in taken.named for taken in _taken(kernel))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -224,6 +227,12 @@ def _with_cfg_by_keyword(cls: type, name: str) -> inspect.Signature:
     # The library always passes cfg by name, so a plain last parameter is as good as a keyword-only parameter.
     parameters[at : at + 1] = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters[at : at + 1]]
     return signature.replace(parameters=parameters)
+
+
+def _taken(kernel: Computation[Any, Any]) -> tuple[_Parameters, _Parameters]:
+    signature = _signature(kernel)
+    signature.takes = signature.takes or _parameters_taken(kernel, signature)
+    return signature.takes
 
 
 def _parameters_taken(kernel: Computation[Any, Any], signature: _Signature) -> tuple[_Parameters, _Parameters]:

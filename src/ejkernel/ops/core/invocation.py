@@ -16,7 +16,7 @@ import jax
 
 from ejkernel import compat
 from ejkernel.ops.core.bucketing import Bucket, StandIn, checked_stand_in, not_idempotent
-from ejkernel.ops.core.callspec import is_call, take_apart, without_defaults
+from ejkernel.ops.core.callspec import is_call, prepared, take_apart, without_defaults
 from ejkernel.ops.core.context import Numerics, numerics_in_force
 from ejkernel.ops.core.hooks import PLATFORMS, Computation, asked, form_of, heuristic_config, overrides
 from ejkernel.ops.core.transformations.batching import Level, Vmapped, unbatched
@@ -50,8 +50,8 @@ class Invocation(Generic[Cfg, Out]):
 
     Attributes:
         kernel: The kernel; optional if `op_id` is given and the call is never run.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
+        args: Positional arguments; if the kernel has `prepare`, those that it returns.
+        kwargs: Keyword arguments; if the kernel has `prepare`, those that it returns.
         metadata: The caller's notes; stored, never read.
         op_id: Name of the operation; the kernel's by default. Derivatives have a suffix (`.bwd`, `.jvp`).
         batch_axes: For each enclosing `vmap`, outermost first: the batch axis of each array, or `None`.
@@ -424,8 +424,10 @@ def default_key_builder_with_sharding(
 ) -> ConfigKey:
     """Return the key of a call including the sharding of its arrays, for executors that tune for each layout.
 
-    Takes a kernel with `args` and `kwargs`, or an `Invocation`.
+    Takes a kernel with the arguments of a call, `args` and `kwargs`, or an `Invocation`.
     """
+    if isinstance(kernel, Computation):
+        args, kwargs = prepared(kernel, args, kwargs or {})
     inv = (
         kernel
         if isinstance(kernel, Invocation)

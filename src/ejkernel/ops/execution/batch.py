@@ -75,6 +75,7 @@ def _mapped(
 
     # Apply the transformation at each call: keyword arguments are not batched, and the default executor may change.
     def mapped(*args: Any, **kwargs: object) -> Any:
-        return transform(functools.partial(executor or default_executor(), kernel, cfg=cfg, **kwargs))(*args)
+        options = kwargs if cfg is None else {"cfg": cfg, **kwargs}
+        return transform(functools.partial(executor or default_executor(), kernel, **options))(*args)
 
     return mapped

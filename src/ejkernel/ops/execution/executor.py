@@ -18,7 +18,7 @@ from ejkernel.ops.config.misses.faults import Faults
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy, StalePolicy, effective_policy
 from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Resolution
-from ejkernel.ops.core.callspec import METHODS, array_names, take_apart
+from ejkernel.ops.core.callspec import METHODS, array_names, has_parameter, take_apart
 from ejkernel.ops.core.invocation import Invocation, invocation_of
 from ejkernel.ops.core.kernel import (
     Kernel,
@@ -48,9 +48,9 @@ from ejkernel.ops.execution.eager import NotByEquality, Plans, Traced, is_static
 from ejkernel.ops.execution.explain import Explanation, Explanations, explain_call
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.error_text import where
-from ejkernel.ops.utils.messages.names import frames_hidden, hide_frames
+from ejkernel.ops.utils.messages.names import check_argument, frames_hidden, hide_frames
 from ejkernel.ops.utils.messages.warn import warn
-from ejkernel.ops.utils.meta import DEFAULT_PREFIX
+from ejkernel.ops.utils.meta import DEFAULT_PREFIX, is_name
 from ejkernel.ops.utils.storage.serialize import stable_json
 from ejkernel.ops.utils.values.identity import Strong, identity, token_of
 from ejkernel.ops.utils.values.scalars import HOW_TO_KNOW
@@ -80,6 +80,7 @@ class Executor(Generic[Cfg, Out]):
     def __init__(self, chooser: ConfigChooser[Cfg, Out], stamp_prefix: str = DEFAULT_PREFIX) -> None:
         if not callable(getattr(chooser, "choose", None)):
             raise ConfigError(f"chooser must have choose(inv, kernel), got {chooser!r}; use ConfigSelectorChain().")
+        check_argument(is_name(stamp_prefix), "stamp_prefix", "a prefix of labels such as 'my_ops'", stamp_prefix)
         self.chooser = chooser
         self.stamp_prefix = stamp_prefix
         self._plans = Plans(weakref.ref(self))
@@ -98,7 +99,7 @@ class Executor(Generic[Cfg, Out]):
         vars(self).update(state)
         Executor.__init__(self, self.chooser, self.stamp_prefix)
 
-    def __call__(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Out:
+    def __call__(self, kernel: Kernel[Cfg, Out], /, *args: object, cfg: Cfg | None = None, **kwargs: object) -> Out:
         """Run `kernel`.
 
         Args:
@@ -127,7 +128,9 @@ class Executor(Generic[Cfg, Out]):
         return self._call(kernel, args, kwargs, cfg)
 
     @frames_hidden
-    def choose_config(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Cfg:
+    def choose_config(
+        self, kernel: Kernel[Cfg, Out], /, *args: object, cfg: Cfg | None = None, **kwargs: object
+    ) -> Cfg:
         """Return the configuration that a call with these arguments would run with.
 
         In a program of several processes, this is the choice of this process.
@@ -158,7 +161,7 @@ class Executor(Generic[Cfg, Out]):
 
     @frames_hidden
     def compile(
-        self, kernel: Kernel[Cfg, Out], *example_args: object, cfg: Cfg | None = None, **example_kwargs: object
+        self, kernel: Kernel[Cfg, Out], /, *example_args: object, cfg: Cfg | None = None, **example_kwargs: object
     ) -> Callable[..., Out]:
         """Return a function under `jax.jit` that runs `kernel` with the configuration found for the examples.
 
@@ -263,7 +266,7 @@ class Executor(Generic[Cfg, Out]):
                 raise KernelError(f"kernel must be an instance of Kernel, got {kernel!r}.")
         if cfg is not None:
             check_config(kernel, cfg)
-        if "method" in kwargs:
+        if "method" in kwargs and not has_parameter(kernel, "method"):
             return self._through_method(kernel, args, kwargs, cfg)
         # Plans are jitted functions, and jit is disabled.
         if compat.settings.config.jax_disable_jit:

@@ -20,11 +20,11 @@ from typing import Any, ParamSpec, TypeVar, overload
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.errors import ConfigError, UnstableKeyError
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.messages.names import check_argument
-from ejkernel.ops.utils.values.signature import describe
+from ejkernel.ops.utils.values.signature import describe, is_array
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,7 +68,7 @@ def label(op_id: str, call_hash: str | None = None, prefix: str | None = None) -
 
 def _labelled(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     check_argument(isinstance(name, str), "label name", "a text", name)
-    if not re.fullmatch(_PREFIX, name, re.ASCII):
+    if not is_name(name):
         raise ConfigError(f"label name must be ASCII letters, digits, '_', '-' or '.', got {name!r}.")
     op_id = f"{name}@v0"
     _scopes.add(op_id)
@@ -78,15 +78,24 @@ def _labelled(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def labelled(*args: P.args, **kwargs: P.kwargs) -> R:
             with jax.named_scope(name):
                 out = function(*args, **kwargs)
-            text = json.dumps([describe(args), describe(kwargs)], sort_keys=True)
-            key = hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
+            given = jax.tree.leaves((args, kwargs))
+            try:
+                described = [describe(args), describe(kwargs)]
+            except UnstableKeyError:  # e.g. of a method's object: the arrays are enough, as nothing is tuned
+                described = [describe(leaf) for leaf in given if is_array(leaf)]
+            key = hashlib.sha256(json.dumps(described, sort_keys=True).encode("ascii")).hexdigest()[:16]
             leaves, tree = jax.tree.flatten(out)
-            stamped, _ = stamp(leaves, jax.tree.leaves((args, kwargs)), label(op_id, key), key)
+            stamped, _ = stamp(leaves, given, label(op_id, key), key)
             return jax.tree.unflatten(tree, stamped)  # type: ignore[no-any-return]
 
         return labelled
 
     return decorate
+
+
+def is_name(text: object) -> bool:
+    """Return whether a text may be the prefix of a label: otherwise no reader of a program finds the label."""
+    return isinstance(text, str) and re.fullmatch(_PREFIX, text, re.ASCII) is not None
 
 
 def is_scope(op_id_v: str) -> bool:

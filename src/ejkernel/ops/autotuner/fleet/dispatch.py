@@ -18,6 +18,7 @@ from ejkernel.ops.autotuner.fleet.place import Assignment, Location, RefusedErro
 from ejkernel.ops.autotuner.process.supervisor import Supervisor, WorkerDiedError, WorkerStatus, interrupts_held_back
 from ejkernel.ops.autotuner.process.watch import Cancellation, Instruction
 from ejkernel.ops.autotuner.process.worker import this_slot
+from ejkernel.ops.autotuner.tasks.isolated import of_caller
 from ejkernel.ops.autotuner.tasks.journal import Journal, named
 from ejkernel.ops.autotuner.tasks.task import SharedCall, TuningTask
 from ejkernel.ops.autotuner.trials.candidates import CodeFile, Program
@@ -141,8 +142,7 @@ class _Dispatch:
                         self._record_loss(death.reason, worker)
                         continue
                     else:
-                        task = self._task
-                        return dataclasses.replace(data, inv=task.inv, calls=task.calls if task.others else ())
+                        return of_caller(data, self._task, self._cancellation)
                 self._back_off()
         finally:
             if self._here is not None:

@@ -100,6 +100,8 @@ def _safe_path() -> Iterator[None]:
 
     def with_users_last(name: str) -> dict[str, Any]:
         data = prepared(name)
+        if not os.path.isfile(data.get("init_main_from_path", "")):  # e.g. `<stdin>`: there is nothing to import
+            data.pop("init_main_from_path", None)
         return data | {"sys_path": _with_users_last(data["sys_path"])}
 
     # Neither has a public setter; `multiprocessing` reads both when it starts a process.

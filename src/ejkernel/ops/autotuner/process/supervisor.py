@@ -221,6 +221,8 @@ class Supervisor(abc.ABC):
             if message is not None or signs.beats != last.beats:
                 alive = now
             self.is_busy = not isinstance(message, Returned | Raised)
+            if not self.is_busy:
+                pass_on()  # raised later, a Ctrl-C during the last wait would discard the answer
             if isinstance(message, Returned):
                 return message.value
             if isinstance(message, Raised):

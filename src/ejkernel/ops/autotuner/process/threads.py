@@ -121,7 +121,8 @@ def on_measuring_thread(
 
     Args:
         work: The function to run.
-        on_interrupt: Called on the first Ctrl-C, before waiting for `work` again. The second Ctrl-C is raised.
+        on_interrupt: Called on the first Ctrl-C, before waiting for `work` again. The second Ctrl-C is raised, and any
+            other exception of a signal handler at once, after a call of this function.
         look: Called repeatedly during the wait. If it raises, the error is raised here and `work` continues alone.
     """
     # Under the caller's open trace, mesh or transformation, JAX behaves as usual only on another thread.
@@ -135,9 +136,11 @@ def on_measuring_thread(
                 raise
             on_interrupt()  # also if `work` has just finished; its result is kept
             _wait_for(future, look)
-    except (AbandonedError, KeyboardInterrupt):
+    except BaseException as error:  # e.g. the exception of a user's signal handler
         if not future.done():  # later measurements must not wait for it
             _abandon(thread)
+            if on_interrupt is not None and not isinstance(error, AbandonedError):
+                on_interrupt()
         raise
     return future.result()
 

@@ -225,8 +225,9 @@ class AdmissionError(TuningError):
 def why_not_saved(data: AutotuneData, *, validated: bool, earlier: Earlier | None = None) -> str:
     """Return why the configuration of a search is not saved; empty if it is saved.
 
-    A partial search has a result only if a candidate beat the heuristic. A saved configuration is replaced only by the
-    winner of a search that measured it too, and never by an undecided search.
+    A partial search has a result only if a candidate beat the heuristic, or if the saved configuration is wrong: then
+    the heuristic replaces it. A saved configuration is replaced only by the winner of a search that measured it too,
+    and never by an undecided search.
 
     Args:
         data: The search.
@@ -239,7 +240,8 @@ def why_not_saved(data: AutotuneData, *, validated: bool, earlier: Earlier | Non
     progress, winner = data.progress, _winner(data)
     if progress.state == SearchState.FAILED:
         return "nothing was measured"
-    if progress.state == SearchState.PARTIAL and winner is data.heuristic:
+    is_early = progress.state == SearchState.PARTIAL and winner is data.heuristic
+    if is_early and not (winner.status == Status.MEASURED and _is_wrong(data, earlier)):
         has_other = earlier is not None and config_id(earlier.config) != config_id(data.config)
         what = f", so the saved configuration, {compact(earlier.config)}, stays" if earlier and has_other else ""
         return f"{progress.not_finished}{what}"
@@ -283,6 +285,11 @@ def _check(data: AutotuneData, winner: Outcome, *, validated: bool) -> None:
         raise AdmissionError(f"the winner {winner.config!r} was not compared with the heuristic")
     if not (challenge.is_confirmation and challenge.comparison.wins and challenge.comparison.settled):
         raise AdmissionError(f"the winner {winner.config!r} is not confirmed: {challenge.line()}")
+
+
+def _is_wrong(data: AutotuneData, earlier: Earlier | None) -> bool:
+    found = None if earlier is None else _tried(data, earlier.config)
+    return found is not None and found.status == Status.WRONG
 
 
 def _tried(data: AutotuneData, config: object) -> Outcome | None:

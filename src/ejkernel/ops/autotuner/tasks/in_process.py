@@ -111,7 +111,7 @@ class _Attempt(Watch):
         try:
             look = None if self._journal is None else self._look
             return on_measuring_thread(run.run, on_interrupt=self._cancellation.request, look=look)
-        except (KeyboardInterrupt, AbandonedError):
+        except BaseException:
             self._is_abandoned = True
             raise
 

@@ -61,7 +61,13 @@ def tune_isolated(task: TuningTask, *, watch: Callable[[str, Sequence[Any]], obj
                     raise TuningError(f"{task.inv.op_id}: {error}") from error
                 raise
             else:
-                return dataclasses.replace(data, inv=task.inv, calls=task.calls if task.others else ())
+                return of_caller(data, task, cancellation)
+
+
+def of_caller(data: AutotuneData, task: TuningTask, cancellation: Cancellation) -> AutotuneData:
+    """Return a worker's result with the calls of the caller, interrupted also if the request came after its end."""
+    interrupted = data.interrupted or cancellation.is_requested
+    return dataclasses.replace(data, inv=task.inv, calls=task.calls if task.others else (), interrupted=interrupted)
 
 
 def _carry_out(task: TuningTask, scope: Scope, sent: float) -> AutotuneData:
