@@ -79,6 +79,16 @@ def test_an_exported_flash_attention_agrees_with_the_call(function, shape):
     check(function, shape, shape, shape)
 
 
+@pytest.mark.parametrize("shape", ["2, b, 2, 64", "2, 8, b, 64", "2, 8, 2, b"], ids=["length", "heads", "head_dim"])
+@pytest.mark.parametrize("function", [attend, attention_gradients])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_flash_attention_is_exported_for_a_gpu(function, shape, dtype):
+    """Our kernels, whose rules compare sizes, refuse symbolic ones first."""
+    array = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), dtype)
+    exported = jax.export.export(jax.jit(functools.partial(function, softmax_scale=0.3)), platforms=["cuda"])
+    assert exported(array, array, array).platforms == ("cuda",)
+
+
 def test_a_symbolic_head_dim_asks_for_the_scale():
     array = jax.ShapeDtypeStruct(jax.export.symbolic_shape("2, 8, 2, d"), jnp.float32)
     with pytest.raises(ArgumentError, match="softmax_scale must be given where head_dim is symbolic, got None and d"):

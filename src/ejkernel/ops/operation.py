@@ -59,6 +59,8 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
     implementations: ClassVar[Implementations] = Implementations({})
     _not_for_reference = ("implementation",)  # `describe` does not get it, either
+    # Whether the heuristic replaces parameters that do not fit a call, as they are of another call of its bucket.
+    _replaces_invalid: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -395,6 +397,8 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             params = chosen.heuristic(call)
         # Reject invalid parameters before lowering: they may hang the device or corrupt its memory.
         fault = chosen.params_fault(call, params)
+        if fault is not None and self._replaces_invalid:
+            return Selected(chosen, call, chosen.heuristic(call))
         if fault is not None:
             raise ConfigError(f"{self._called(call)}: {params!r} is invalid for this call: {fault}")
         return Selected(chosen, call, params)

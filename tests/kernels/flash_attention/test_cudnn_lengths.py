@@ -15,7 +15,14 @@ from tests.kernels.attention_cases import fake_cudnn_backward, fake_cudnn_forwar
 
 from ejkernel import compat
 from ejkernel.kernels.flash_attention import cudnn, cudnn_packed
-from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, AttentionCall, Operands, Rules
+from ejkernel.kernels.flash_attention.common import (
+    EMPTY_ROW_LSE,
+    AttentionCall,
+    Operands,
+    Rules,
+    arguments_of,
+    describe,
+)
 from ejkernel.kernels.flash_attention.cudnn_packed import PackedParams
 from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.modules import FlashAttention
@@ -161,6 +168,21 @@ def test_segments_are_right_whether_they_can_be_packed_or_not(simulated, monkeyp
         expected = functools.partial(attention, rules=rules)
     assert_same(compute(expected, operands), compute(run, operands))
     assert packs == (not plain)
+
+
+def test_gradients_include_sinks_where_segments_cannot_be_packed(simulated, monkeypatch):
+    """On a GPU, plain JAX computes the softmax of few scores again, which would be one without the sinks."""
+    monkeypatch.setattr(compat.programs, "target_kind", lambda: "gpu")
+    operands = segmented(PACKED["too many"][0])._replace(sinks=jnp.asarray([3.0, 2.0, 4.0, 1.0]))
+    implementation, params = cudnn_packed.CudnnPacked(), PackedParams(segments=(4,))
+    call = describe(operands, CAUSAL, platform="gpu", backward=True)
+
+    def run(operands):
+        args = arguments_of(operands)
+        out, lse = implementation.forward(call, *args, params=params)
+        return out, lse, implementation.backward(call, lse, out, (jnp.cos(out),), *args, params=params)[:3]
+
+    assert_same(compute(by_reference(CAUSAL), operands), compute(run, operands))
 
 
 def _noting(calls, function):

@@ -67,6 +67,19 @@ def test_parts_of_keys_give_the_output_of_all(parts, used):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("keys", [1000, 1024])
+def test_a_causal_mask_hides_nothing_from_a_single_query(keys):
+    """So the parameters for 1,024 keys, where heads count as queries, also run calls of fewer keys in their bucket."""
+    rules = Rules(scale=0.3, right=0)
+    case = dataclasses.replace(CROSS, queries=1, keys=keys, rules=rules)
+    call = describe(case.types("bfloat16"), rules, platform="gpu")
+    assert implementation.MosaicGpu().params_fault(call, ForwardParams(key_parts=4)) is None
+    operands = case.operands()._replace(key_lengths=LENGTHS)
+    found = forward_in_parts(operands, 4, lambda own: attention(own, rules))
+    assert_alike(found, attention(operands, rules))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("parts", "used"), [(4, 4), (8, 4), (5, 1)])
 def test_parts_of_queries_give_the_gradients_of_all(parts, used):
     batches = []
@@ -191,6 +204,13 @@ def test_cross_attention_uses_the_faster_of_our_kernels_and_cudnn(name, backward
     assert implementation.MosaicGpu().preference(call) == ours
 
 
+def test_the_choice_beside_cudnn_needs_no_heuristic_where_nothing_is_divided(monkeypatch):
+    """The heuristic of a large gradient takes up to a second, and the choice a millisecond."""
+    call = call_of(case_named("causal B2 T4096 H32/8 D128"), backward=True)
+    monkeypatch.setattr(implementation.MosaicGpu, "heuristic", None)
+    assert implementation.MosaicGpu().preference(call) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
@@ -202,6 +222,7 @@ def test_cross_attention_uses_the_faster_of_our_kernels_and_cudnn(name, backward
         ("full B8 T1024/77 H20/20 D64", 1),  # 105, and 113
         ("causal B1 T4096 H2/2 D64", 1),
         ("full B1 T577/77 H2/2 D64", 1),  # no number divides the queries
+        ("full B2 T1000/64 H96/3 D128", 2),  # fewer parts of the heads than without: not measured
     ],
 )
 def test_few_keys_have_as_many_parts_of_queries_as_the_fastest_on_one_h200(name, parts):
@@ -232,6 +253,14 @@ def test_a_call_that_no_preferred_parameters_fit_has_others():
     params = backward_support.heuristic(call)
     assert backward_support.params_fault(call, params) is None
     assert params in backward_support.space(call)
+
+
+def test_a_part_may_take_more_shared_memory_than_the_whole():
+    """The keys of a part, 150, are no multiple of 8, and 600 are."""
+    call = call_of(case_named("full B1 T600 H1/1 D256"))
+    space = forward_support.space(call)
+    assert {params.key_parts for params in space} == {1, 4}
+    assert [params for params in space if forward_support.params_fault(call, params) is not None] == []
 
 
 def test_parts_are_checked():

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,8 @@ from hypothesis import strategies as st
 from tests.ops.sample_kernels import Plain, WithResiduals, WithRule, squared, tanh_matmul, told_apart
 
 from ejkernel import compat
-from ejkernel.modules import FlashAttention, flash_attention, rms_norm
+from ejkernel.kernels.flash_attention.operation import bucketed_flash_attention
+from ejkernel.modules import FlashAttention, FlashAttentionConfig, flash_attention, rms_norm
 from ejkernel.ops import (
     ArgumentError,
     Autotuner,
@@ -451,6 +454,23 @@ def test_every_configuration_of_a_bucket_runs_for_every_length(length):
     for cfg in FlashAttention().config_space(stand_in):
         found = flash_attention(q, k, v, causal=True, bucket_lengths=True, cfg=cfg)
         np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_parameters_that_do_not_fit_a_length_of_the_bucket_are_replaced(monkeypatch):
+    """On Hopper GPUs, a length that is no multiple of 8 needs more shared memory than the rounded one."""
+    monkeypatch.setattr("ejkernel.ops.operation.lowered_place", lambda: {"platform": "gpu"})
+
+    def call(length):
+        query, key = (jax.ShapeDtypeStruct((4, length, heads, 224), "bfloat16") for heads in (8, 1))
+        return FlashAttention().prepare(query, key, key, causal=True)
+
+    kernel = bucketed_flash_attention
+    config = FlashAttentionConfig(implementation="mosaic_gpu")
+    usual = kernel._running(config, *call(1024)).params
+    found = kernel._running(dataclasses.replace(config, fwd=usual), *call(898))
+    assert found.params == found.implementation.heuristic(found.call) != usual
+    with pytest.raises(ConfigError, match="bytes of shared memory"):
+        FlashAttention()._running(dataclasses.replace(config, fwd=usual), *call(898))
 
 
 def test_lengths_with_other_implementations_are_a_separate_bucket():

@@ -56,7 +56,7 @@ def default_blocks(call: AttentionCall) -> tuple[int, int]:
     most = (1 << 18 if call.backward else 1 << 19) if platform == "cpu" else _MOST_SCORES
     rows = math.prod(size for size in (call.examples, call.query[0], call.query[2]) if is_known(size))
     if platform == "gpu" and call.rules.left is None:
-        wide = max(call.query[3], call.value[3]) > _WIDEST_OF_OTHERS
+        wide = is_known(call.query[3], call.value[3]) and max(call.query[3], call.value[3]) > _WIDEST_OF_OTHERS
         at_once = rows // call.query[0] if _are_separable(call) else rows
         if at_once * call.query[1] * call.key[1] <= (_MOST_WIDE_SCORES if wide else most):
             return call.query[1], call.key[1]
@@ -95,7 +95,7 @@ def examples_at_once(call: AttentionCall, q_block: int | None, kv_block: int | N
 def _are_separable(call: AttentionCall) -> bool:
     """Return whether examples can be computed apart: they share no gradient, random numbers, or split axis."""
     apart = call.bias is None and not call.rules.dropout_rate and not call.partitioned
-    return apart and is_known(call.query[0])
+    return apart and is_known(call.examples, call.query[0], call.query[2])
 
 
 def over_examples(run: Callable[[Any], Any], arrays: Any, batch: int, count: int) -> Any:

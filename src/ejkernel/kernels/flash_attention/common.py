@@ -157,7 +157,7 @@ class AttentionImplementation(Implementation[AttentionCall]):
 
     residuals = "the log-sum-exp of every row, [batch, heads, queries] in float32"
     adds_sinks = False  # whether `attend` does
-    is_told_of_sinks = False  # whether the operands of `differentiate` have them; its residuals include them anyway
+    is_told_of_sinks = False  # whether the operands of `differentiate` have them; the residuals always include them
 
     def attend(self, operands: Operands, rules: Rules, params: Any) -> Residuals:
         """Return the output and the log-sum-exp; the operands have sinks only if `adds_sinks`."""

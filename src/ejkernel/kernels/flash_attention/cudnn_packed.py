@@ -50,6 +50,7 @@ class CudnnPacked(AttentionImplementation):
 
     name = "cudnn_packed"
     params = PackedParams
+    is_told_of_sinks = True
     features = frozenset(("deterministic", "precision"))
 
     def unsupported(self, call: AttentionCall) -> str | None:
@@ -88,7 +89,7 @@ class CudnnPacked(AttentionImplementation):
 
         def plain(query: Any, key: Any, value: Any, ids: Any, key_ids: Any, *saved: Any) -> Any:
             out, lse, dout = saved
-            given = _segmented(query, key, value, ids, key_ids)
+            given = _segmented(query, key, value, ids, key_ids)._replace(sinks=operands.sinks)
             return _PLAIN.differentiate(given, (out, lse), dout, rules, BwdParams())[:3]
 
         arrays = (*_arrays_of(operands), *residuals, dout.astype(operands.query.dtype))

@@ -298,8 +298,12 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
 class BucketedFlashAttention(FlashAttention):
     """The same operation for varying lengths: its keys, and so its tuned configurations, use rounded-up lengths.
 
-    Every configuration runs for every length, because blocks are clipped to the length and the last ones are padded.
+    Every configuration runs for every length: blocks are clipped to the length, and the last ones are padded. Lengths
+    that are no multiples of 8 may need more shared memory; where a configuration then does not fit, the heuristic's
+    parameters replace it.
     """
+
+    _replaces_invalid = True
 
     def bucket(self, inv: _Invocation) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return the arguments with lengths rounded up to powers of two, if the same implementations support them."""

@@ -281,7 +281,7 @@ def _exponentials(values: jax.Array, factor: float) -> tuple[jax.Array, jax.Arra
 
 
 def _positive(total: jax.Array) -> jax.Array:
-    """Return sums of exponentials, of which those without a visible key are not zero."""
+    """Return sums of exponentials as divisors: a small number in place of 0, the sum of a row without visible keys."""
     return jnp.maximum(total, float(np.finfo(np.float32).tiny))
 
 

@@ -77,7 +77,7 @@ def heuristic(call: AttentionCall) -> BackwardParams:
     params, problem = _heuristic(call), backward_problem(call)
     parts = _parts_of_keys(problem, params, call)
     if parts > 1:
-        return dataclasses.replace(params, key_parts=parts)
+        return dataclasses.replace(_heuristic(in_key_parts(call, parts)), key_parts=parts)
     if key_blocks(problem, params) * params.head_parts >= MULTIPROCESSORS:
         return params
     found = [(params, _time_of_size(problem, params))]
@@ -232,13 +232,13 @@ def _is_fused_in_window(call: AttentionCall) -> bool:
 
 def space(call: AttentionCall) -> tuple[BackwardParams, ...]:
     """Return the search space of `call`."""
-    usual, found = heuristic(call), [*_in_one_part(call)]
-    if usual.query_parts > 1 or usual.key_parts > 1:
-        of_keys = [params for params in found if params.form == "split" or usual.key_parts == 1]
-        found += [
-            dataclasses.replace(params, query_parts=usual.query_parts, key_parts=usual.key_parts) for params in of_keys
-        ]
-    return tuple(params for params in found if params_fault(call, params) is None)
+    usual, found = heuristic(call), _in_one_part(call)
+    of_queries, of_keys = usual.query_parts, usual.key_parts
+    if max(of_queries, of_keys) == 1:
+        return found
+    divided = _in_one_part(in_key_parts(in_query_parts(call, of_queries), of_keys))
+    fitting = (params for params in divided if params.form == "split" or of_keys == 1)
+    return *found, *(dataclasses.replace(params, query_parts=of_queries, key_parts=of_keys) for params in fitting)
 
 
 def _in_one_part(call: AttentionCall) -> tuple[BackwardParams, ...]:

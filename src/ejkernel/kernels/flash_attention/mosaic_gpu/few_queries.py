@@ -12,23 +12,20 @@ import jax
 
 from ejkernel.kernels.flash_attention.common import AttentionCall, Operands, Residuals, Rules
 
+from .parts import what_hides
+
 _MOST = 32  # queries
 _LEAST_KEYS = 1024  # for fewer, the copies of queries and output take longer than the empty rows
 
 
 def folds(call: AttentionCall) -> bool:
     """Return whether the heads of a group become queries: all of these must see the same keys."""
-    rules, queries = call.rules, call.query[1]
-    sees_all = rules.left is None and (rules.right is None or queries == 1)
-    given = (call.bias, call.attention_mask, rules.dropout_rate or None)
     return (
-        sees_all
-        and 0 < queries <= _MOST
+        what_hides(call) is None
+        and 0 < call.query[1] <= _MOST
         and call.key[1] >= _LEAST_KEYS
         and call.key[2] > 0
-        and (call.query[2] > call.key[2] or rules.right is not None)
-        and all(x is None for x in given)
-        and not (call.segments or call.query_lengths)
+        and (call.query[2] > call.key[2] or call.rules.right is not None)
     )
 
 

@@ -110,24 +110,24 @@ def _with_polynomials(call: AttentionCall, params: ForwardParams) -> ForwardPara
 def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
     """Return the search space of a supported `call`; launches that deal by length have one order of heads."""
 
-    def memory(kv_block: int, stages: int, warpgroups: int, share_buffer: bool, query_buffers: int) -> bool:
-        plan = forward_plan(
-            call,
-            ForwardParams(
-                kv_block=kv_block,
-                stages=stages,
-                warpgroups=warpgroups,
-                share_buffer=share_buffer,
-                query_buffers=query_buffers,
-                persistent=True,  # two query_buffers need it; shared memory does not depend on it
-            ),
-        )
-        return (sharing_fault(plan, call) or shared_memory_fault(plan)) is None
+    few = heuristic(call)
+    # Where the keys of a part are no multiple of 8, its copies take more shared memory than those of the whole.
+    divided = {count: in_key_parts(call, count) for count in (1, few.key_parts)}
 
-    def registers(kv_block: int, warpgroups: int, share_buffer: bool) -> bool:
-        # In one buffer with wider queries, the output may take more columns.
-        plan = forward_plan(call, ForwardParams(kv_block=kv_block, warpgroups=warpgroups, share_buffer=share_buffer))
-        return (block_fault(plan) or register_fault(plan)) is None
+    def fits(
+        kv_block: int, stages: int, warpgroups: int, share_buffer: bool, query_buffers: int, key_parts: int
+    ) -> bool:
+        params = ForwardParams(
+            kv_block=kv_block,
+            stages=stages,
+            warpgroups=warpgroups,
+            share_buffer=share_buffer,
+            query_buffers=query_buffers,
+            persistent=True,  # two query_buffers need it; shared memory does not depend on it
+        )
+        plan = forward_plan(divided[key_parts], params)
+        fault = sharing_fault(plan, call) or block_fault(plan) or shared_memory_fault(plan) or register_fault(plan)
+        return fault is None
 
     def packing(pack_heads: bool, warpgroups: int) -> bool:
         plan = forward_plan(call, ForwardParams(pack_heads=pack_heads, warpgroups=warpgroups))
@@ -135,7 +135,6 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
 
     either = (False, True)
     # The heuristic is in the space, even if it is a fallback.
-    few = heuristic(call)
     return ConfigSpace(
         {
             "kv_block": tuple(sorted({few.kv_block, *(size for size in _KV_BLOCKS if size < call.key[1] + 32)})),
@@ -151,7 +150,7 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
             "align_keys": either if _has_unaligned_rows(call) else (False,),
             "key_parts": tuple({few.key_parts: None, 1: None}),
         },
-        constraints=(memory, registers, packing, _order_of(call), _persistence, _several),
+        constraints=(fits, packing, _order_of(call), _persistence, _several),
         build=ForwardParams,
     )
 

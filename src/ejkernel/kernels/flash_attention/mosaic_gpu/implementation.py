@@ -20,13 +20,15 @@ from ejkernel.kernels.flash_attention.common import (
     describe,
     with_sinks,
 )
+from ejkernel.ops.utils.values.signature import is_known
 
 from . import backward_support, forward_support, wide_support
 from .choice import expected_gain
 from .few_queries import fold, fold_residuals, fold_rows, folded, folds, unfold_residuals, unfold_rows
 from .launch import backward, forward
 from .params import BackwardParams, ForwardParams
-from .plan import ROWS
+from .parts import what_hides
+from .plan import ROWS, unavailable
 from .single import forward_of_single
 from .slices import backward_in_slices, slice_of, slicing_reason
 
@@ -45,6 +47,8 @@ class MosaicGpu(AttentionImplementation):
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Return why the kernels do not run the call; `None` if they do."""
+        if not is_known(*call.query, *call.key, *call.value):
+            return unavailable(call)  # the rest compares sizes
         reason: str | None = _support(call).unsupported_reason(_in_half(call))
         return reason or _precision_reason(call)
 
@@ -65,8 +69,7 @@ class MosaicGpu(AttentionImplementation):
             return 1  # cuDNN runs no such heads
         if call.query[1] < ROWS:
             return int(_gains_with_few_queries(call))
-        params = self.heuristic(call)
-        if getattr(params, "key_parts", 1) > 1 or getattr(params, "query_parts", 1) > 1:
+        if what_hides(call) is None and _has_parts(self.heuristic(call)):
             return 1  # 0.28 to 0.82 of cuDNN's time: it leaves most of the chip idle
         (batch, queries, heads, _), keys = call.query, call.key[1]
         if call.backward and keys < queries and batch * heads * keys < _LEAST_KEYS:
@@ -108,13 +111,17 @@ class MosaicGpu(AttentionImplementation):
         return unfold_rows(found[0], heads), *found[1:]
 
 
+def _has_parts(params: ForwardParams | BackwardParams) -> bool:
+    return params.key_parts > 1 or (isinstance(params, BackwardParams) and params.query_parts > 1)
+
+
 def _gains_with_few_queries(call: AttentionCall) -> bool:
     """Return whether our kernels are faster than cuDNN's with fewer queries than a tile has rows.
 
     8 examples of 16 queries, 32 heads that share 8 key heads and 4,096 keys at D128: 42 us instead of 103 forward, and
-    133 instead of 486 backward; but where no heads share keys, 16 examples at D64 take 34 instead of 40 and 222 instead
-    of 143. For a single query cuDNN has a kernel of its own: 37 us and ours 39, and at D64 without shared keys 38 and
-    33 if there is work for all multiprocessors.
+    133 instead of 486 backward. Where no heads share keys, 16 examples at D64 take 34 us instead of 40 forward, but 222
+    instead of 143 backward. For a single query, cuDNN has another kernel: it takes 37 us and ours 39. Without shared
+    keys at D64 it takes 38 us and ours 33, if there is work for all multiprocessors.
     """
     (batch, queries, heads, _), groups = call.query, call.key[2]
     if call.backward:

@@ -40,7 +40,7 @@ class ForwardParams(NamedFields):
         align_keys: Whether keys and values are first copied to rows of whole sectors of memory, which have 32 bytes;
             for head dimensions that are not multiples of 16.
         key_parts: Parts of the keys that count as further examples, for few queries that see all keys. XLA combines
-            their outputs. A number that does not divide the keys is reduced to a common divisor.
+            their outputs. A number that does not divide the keys is reduced to the greatest common divisor.
     """
 
     kv_block: int = 128
@@ -107,8 +107,9 @@ class BackwardParams(NamedFields):
             parts have one head more. Each part has its own blocks of threads in the first kernel. So a few key heads
             fill the chip, and the last round of blocks is full. XLA adds up the parts' gradients of keys and values.
         query_parts: Parts of the queries that count as further examples, for few keys that every query sees. A number
-            that does not divide the queries is reduced to a common divisor.
-        key_parts: The same for keys, for the second kernel with few queries; 1 with `query_parts`.
+            that does not divide the queries is reduced to the greatest common divisor.
+        key_parts: The same for keys, where the second kernel has few queries: only in the split form, and not with
+            `query_parts`.
     """
 
     form: str = "fused"

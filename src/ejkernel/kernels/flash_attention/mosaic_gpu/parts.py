@@ -6,7 +6,7 @@ the keys have tiles of their own, whose outputs are combined by their log-sum-ex
 
 A block of threads of the backward owns some keys of one head, and walks over all queries; in cross attention there are
 few keys. Parts of the queries have their own blocks of threads, whose gradients of keys and values are added up. In the
-split form other blocks own queries, and with few of these parts of the keys help.
+split form, blocks of the second kernel own queries. If they are few, keys are divided instead.
 """
 
 from __future__ import annotations
@@ -36,30 +36,38 @@ _LEAST_KEYS, _LEAST_QUERIES = 128, 128  # of a part
 _Pull = Callable[[Operands, Residuals, jax.Array], Gradients]
 
 
-def parts_fault(call: AttentionCall, name: str) -> str | None:
-    """Return why the parameter `name` must be 1; `None` if every query sees all keys, wherever it is."""
+def what_hides(call: AttentionCall) -> str | None:
+    """Return what may hide keys from some queries, or drop weights; `None` if all queries see the same keys.
+
+    A single query is at the position of the last key, so a causal mask hides nothing from it.
+    """
     rules = call.rules
     given = {
-        "a window or a causal mask": rules.left is not None or rules.right is not None,
+        "a window or a causal mask": rules.left is not None or (rules.right is not None and call.query[1] > 1),
         "a bias": call.bias is not None,
         "an attention mask": call.attention_mask is not None,
         "segment ids": call.segments,
         "query_lengths": call.query_lengths,
         "dropout": rules.dropout_rate > 0,
     }
-    found = [text for text, is_given in given.items() if is_given]
-    return f"{name} must be 1 with {found[0]}." if found else None
+    return next((text for text, is_given in given.items() if is_given), None)
+
+
+def parts_fault(call: AttentionCall, name: str) -> str | None:
+    """Return why the parameter `name` must be 1; `None` if it may be larger."""
+    found = what_hides(call)
+    return None if found is None else f"{name} must be 1 with {found}."
 
 
 def key_parts(call: AttentionCall) -> Iterator[int]:
     """Yield the numbers of parts above 1 that divide the keys, if these may be divided."""
-    if parts_fault(call, "key_parts") is None:
+    if what_hides(call) is None:
         yield from _divisors(call.key[1], min(_MOST_OF_KEYS, call.key[1] // _LEAST_KEYS))
 
 
 def query_parts(call: AttentionCall) -> Iterator[int]:
     """Yield the numbers of parts above 1 that divide the queries, if these may be divided."""
-    if parts_fault(call, "query_parts") is None:
+    if what_hides(call) is None:
         yield from _divisors(call.query[1], min(_MOST_OF_QUERIES, call.query[1] // _LEAST_QUERIES))
 
 
@@ -114,7 +122,7 @@ def forward_in_parts(operands: Operands, parts: int, attend: Callable[[Operands]
 def backward_in_key_parts(
     operands: Operands, residuals: Residuals, dout: jax.Array, parts: int, pull: _Pull
 ) -> Gradients:
-    """Return the gradients by `pull`, with so many parts of the keys as examples; its rows see more keys."""
+    """Return the gradients by `pull`, with so many parts of the keys as examples: `pull` needs `Rules.partial`."""
     parts = math.gcd(parts, operands.key.shape[1])
     copies = tuple(_copied(x, parts) for x in residuals)
     found = pull(_with_divided_keys(operands, parts), (copies[0], copies[1]), _copied(dout, parts))
