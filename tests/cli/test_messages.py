@@ -64,7 +64,6 @@ def test_a_cache_folder_that_is_a_file_is_an_error(command, tmp_path, monkeypatc
     assert f"{file} is not a folder; choose one with --cache or EJKERNEL_CACHE_DIR." in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_warning_that_is_an_error_is_printed_without_a_traceback(tmp_path, capsys):
     folder = save(tmp_path / "configs", found())
     next(folder.rglob("*.json")).write_text("{}")
@@ -72,6 +71,7 @@ def test_a_warning_that_is_an_error_is_printed_without_a_traceback(tmp_path, cap
     assert "ejkernel: error: ignoring cache entry" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_figures_need_a_folder(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="matplotlib is an extra, and is not installed")
     file, folder = tmp_path / "file", save(tmp_path / "configs", found())

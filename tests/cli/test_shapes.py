@@ -174,6 +174,8 @@ def test_the_command_saves_one_configuration_for_all_and_knows_it_again(folder, 
     assert [call["tuned"] for call in json.loads(capsys.readouterr().out)] == ["no (tuned alone)", "no (tuned alone)"]
     assert main(["show", "--cache", "saved", "--log", "scaled_by_file"]) == 0
     assert "one configuration for 2 cases of 2 calls, by the geometric mean" in capsys.readouterr().out
+    main([*command, "--budget", "0.000001"])
+    assert "2 searches can continue: run the command again" in capsys.readouterr().err
 
 
 @pytest.mark.slow

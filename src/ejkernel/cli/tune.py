@@ -189,13 +189,13 @@ def _tune_found(
     result = settled(result, checked)
     if options.as_json or result.searches or not todo:
         _print_result(options, result, checked, found)
-    failed, tried = 0, calls_in(todo)
+    failed, tried, tuned = 0, calls_in(todo), {inv.key for inv in calls_in(filter(saved.are_tuned, todo))}
     if tried:
         outcome = TuneOutcome(
             calls=tried,
             searches=result.searches,
             has_entry=saved.has_entry,
-            is_tuned=saved.is_tuned,
+            is_tuned=lambda inv: inv.key in tuned,
             place=store.path,
             seconds=seconds,
             budget=options.budget,

@@ -12,10 +12,19 @@ import jax.numpy as jnp
 import pytest
 from tests.ops.sample_kernels import Double
 
-from ejkernel.ops import Autotuner, ConfigSelectorChain, Invocation, PersistentCache, TuningWarning
+from ejkernel.ops import (
+    AutotunePolicy,
+    Autotuner,
+    ConfigSelectorChain,
+    Invocation,
+    PersistentCache,
+    TuningWarning,
+)
+from ejkernel.ops.autotuner import tuner
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import PairedComparison
 from ejkernel.ops.autotuner.measure.sampling import Sampling, SamplingPlan
+from ejkernel.ops.autotuner.process.worker import at_session_end
 from ejkernel.ops.autotuner.store.saving import AdmissionError, Earlier, why_not_saved
 from ejkernel.ops.autotuner.trials.challenge import Challenge
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
@@ -92,6 +101,14 @@ def test_a_partial_search_replaces_an_earlier_entry_with_wrong_results_by_the_me
     assert why_not_saved(early, validated=True, earlier=Earlier(3)) != ""
 
 
+def test_a_configuration_with_the_program_of_a_wrong_one_is_wrong():
+    wrong, same = Outcome(config=4, status="wrong", reason="no"), Outcome(config=5, status="same", twin=4)
+    early = search(measured(0), wrong, same, winner=0, challenge=None, planned=12)
+    assert why_not_saved(early, validated=True, earlier=Earlier(5)) == ""
+    failures = early.summary_data()["failures"]
+    assert [(each["config"], each["status"]) for each in failures] == [(4, "wrong"), (5, "wrong")]
+
+
 def entry(found):
     key, measured = found.key, found.summary_data()
     return StoredEntry(key=key, config=found.config, config_type="json", call=None, measured=measured, provenance={})
@@ -109,6 +126,9 @@ def test_an_undecided_search_keeps_the_earlier_entry(earlier):
     assert why_not_saved(undecided, validated=True, earlier=earlier) == says
     assert why_not_saved(undecided, validated=True) == ""
     assert why_not_saved(undecided, validated=True, earlier=Earlier(0, entry(undecided))) == ""
+    for kept in (undecided, dataclasses.replace(undecided, planned=12)):
+        found = dataclasses.replace(GOOD, undecided=True)
+        assert why_not_saved(found, validated=True, earlier=Earlier(0, entry(kept))) == ""
     failing = search(measured(0), Outcome(config=earlier.config, status="wrong", reason="no"), winner=0, **OPEN)
     if earlier.config != 0:
         assert why_not_saved(failing, validated=True, earlier=earlier) == ""
@@ -212,4 +232,18 @@ def test_a_ctrl_c_while_a_search_is_saved_is_raised_afterwards(chain, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         chain.search(DOUBLED, DOUBLE)
     signal.signal(signal.SIGINT, before)
+    assert saved_by(chain) == (1, SearchProgress(SearchState.COMPLETE, 3, 3))
+
+
+def test_a_ctrl_c_while_the_processes_of_a_search_end_does_not_discard_it(chain, monkeypatch):
+    def here(task, **_):
+        at_session_end(interrupt)
+        return Finished()._carried_out(task)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuner, "tune_here", here)
+    with pytest.raises(KeyboardInterrupt):
+        chain.search(DOUBLED, DOUBLE, tuner=Autotuner(), policy=AutotunePolicy(compile_processes=1))
     assert saved_by(chain) == (1, SearchProgress(SearchState.COMPLETE, 3, 3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -145,3 +146,18 @@ def test_an_abandoned_thread_in_python_ends_on_request():
     raise_in([thread.ident, threading.get_ident(), None])  # except this thread
     thread.join(60)
     assert ended == [True]
+
+
+def test_only_abandoned_threads_that_do_not_end_by_themselves_are_broken_off_at_exit(monkeypatch):
+    ending, stuck = (
+        SimpleNamespace(ident=number, wait=lambda _, ends=ends: ends) for number, ends in enumerate((1, 0))
+    )
+    for abandoned, expected in (([ending], []), ([ending, stuck], [1])):
+        raised = []
+        monkeypatch.setattr(threads, "_threads", {})
+        monkeypatch.setattr(threads, "_abandoned", abandoned)
+        monkeypatch.setattr(threads, "_of_callbacks", list)
+        monkeypatch.setattr(threads, "raise_in", raised.extend)
+        monkeypatch.setattr(threads.compat.settings, "silence_failed_callbacks", lambda: None)
+        threads._wait_at_exit()
+        assert raised == expected

@@ -403,14 +403,15 @@ def test_the_builder_takes_an_invocation_or_its_fields():
 
 def test_the_builder_prepares_the_arguments_of_a_call():
     class Powers(Kernel):
-        def prepare(self, x, power=2):
-            return (x,), {"power": int(power)}
+        def prepare(self, x, power=2, cfg=None):
+            return (x,), {"power": int(power), **({} if cfg is None else {"cfg": cfg})}
 
         def run(self, x, *, power, cfg):
             return x**power
 
     kernel = Powers("powers")
     built = ops.default_key_builder_with_sharding(kernel, (X, 3.0))
+    assert built == ops.default_key_builder_with_sharding(kernel, (X, 3.0), {"cfg": 1})
     assert built == ops.default_key_builder_with_sharding(Invocation(kernel=kernel, args=(X,), kwargs={"power": 3}))
 
 

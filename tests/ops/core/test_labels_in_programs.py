@@ -353,6 +353,14 @@ def test_the_decorator_labels_a_method_and_a_call_with_a_function():
     assert operations(lowered(lambda x: Model()(lambda x: 2 * x, x), x)) == ["block@v0"]
 
 
+def test_the_decorator_labels_a_call_with_texts():
+    @label("block")
+    def block(words, x):
+        return len(words) * x
+
+    assert operations(lowered(lambda x: block(np.array(["a", "b"]), x), x)) == ["block@v0"]
+
+
 def test_the_decorator_keeps_results_gradients_and_the_function_itself():
     @label("block")
     def block(x, w):

@@ -149,7 +149,8 @@ class Autotuner:
             else on_event(Counter(lambda _, done, total: progress(done, total), [inv.key]))
         ):
             logger.info("tuning %s %s", inv.op_id_v, arguments(inv.description))
-            data = conclude(self._carried_out(task))
+            with process_session(task.policy):  # a Ctrl-C while processes end discards nothing
+                data = conclude(self._carried_out(task))
             _report(data, inputs, candidates)
             emit(SearchFinished(inv.key, data))
         return data
@@ -169,7 +170,7 @@ class Autotuner:
         cancellation = Cancellation()
         try:
             # The call may have been recorded under other settings of JAX than those in force here.
-            with process_session(task.policy), on_device_of(task.inv), numerics(task.inv.numerics):
+            with on_device_of(task.inv), numerics(task.inv.numerics):
                 data = tune_here(task, cancellation=cancellation, clock=self._clock)
         except TuningError:
             if cancellation.is_requested:  # the reason why nothing was measured

@@ -428,6 +428,7 @@ def default_key_builder_with_sharding(
     """
     if isinstance(kernel, Computation):
         args, kwargs = prepared(kernel, args, kwargs or {})
+        kwargs = {name: x for name, x in kwargs.items() if name != "cfg"}  # `prepare` may return it; no key contains it
     inv = (
         kernel
         if isinstance(kernel, Invocation)

@@ -20,11 +20,11 @@ from typing import Any, ParamSpec, TypeVar, overload
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.errors import ConfigError, UnstableKeyError
+from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.messages.names import check_argument
-from ejkernel.ops.utils.values.signature import describe, is_array
+from ejkernel.ops.utils.values.signature import describe
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -81,8 +81,8 @@ def _labelled(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             given = jax.tree.leaves((args, kwargs))
             try:
                 described = [describe(args), describe(kwargs)]
-            except UnstableKeyError:  # e.g. of a method's object: the arrays are enough, as nothing is tuned
-                described = [describe(leaf) for leaf in given if is_array(leaf)]
+            except TypeError:  # of a method's object or a NumPy array of texts; as nothing is tuned, JAX's arrays do
+                described = [describe(leaf) for leaf in given if isinstance(leaf, jax.Array)]
             key = hashlib.sha256(json.dumps(described, sort_keys=True).encode("ascii")).hexdigest()[:16]
             leaves, tree = jax.tree.flatten(out)
             stamped, _ = stamp(leaves, given, label(op_id, key), key)

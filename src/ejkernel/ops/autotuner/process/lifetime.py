@@ -74,9 +74,9 @@ class SerialThread:
         self._given.put((work, future, done))
         return future
 
-    def wait(self, seconds: float) -> None:
-        """Wait until the queue is empty."""
-        self._last_done.wait(seconds)
+    def wait(self, seconds: float) -> bool:
+        """Wait until the queue is empty; return whether it is."""
+        return self._last_done.wait(seconds)
 
     def _serve(self) -> None:
         while True:

@@ -77,10 +77,12 @@ def _wait_at_exit() -> None:
     end = time.monotonic() + _AT_EXIT
     for thread in list(_threads.values()):
         thread.wait(max(0.0, end - time.monotonic()))
-    if _abandoned:
+    end = time.monotonic() + _AT_EXIT_LEFT
+    stuck = [thread for thread in _abandoned if not thread.wait(max(0.0, end - time.monotonic()))]
+    if stuck:
         compat.settings.silence_failed_callbacks()
-        raise_in([*(thread.ident for thread in _abandoned), *_of_callbacks()])
-    for thread in _abandoned:
+        raise_in([*(thread.ident for thread in stuck), *_of_callbacks()])
+    for thread in stuck:
         thread.wait(_AT_EXIT_LEFT)
 
 

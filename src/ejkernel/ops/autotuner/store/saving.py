@@ -12,6 +12,7 @@ from ejkernel.ops.autotuner.search.model import Record
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of, is_in
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
+from ejkernel.ops.autotuner.trials.programs import programs
 from ejkernel.ops.autotuner.trials.status import FAULTY, SearchProgress, SearchState, Status, is_kept_in
 from ejkernel.ops.config.cache import AUTOTUNE, same_config
 from ejkernel.ops.config.entries import Difference, StoredEntry, saved_in, space_digest, standing
@@ -175,10 +176,10 @@ class Earlier:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is more than the heuristic of an undecided search."""
+        """Whether it is more than the heuristic of an undecided or unfinished search."""
         progress = self.progress
-        is_undecided = progress is not None and progress.state == SearchState.UNDECIDED
-        return not (is_undecided and self.entry is not None and is_kept_in(self.entry.measured))
+        is_open = progress is not None and progress.state != SearchState.COMPLETE
+        return not (is_open and self.entry is not None and is_kept_in(self.entry.measured))
 
 
 def saved_before(
@@ -293,7 +294,10 @@ def _is_wrong(data: AutotuneData, earlier: Earlier | None) -> bool:
 
 
 def _tried(data: AutotuneData, config: object) -> Outcome | None:
-    """Return the outcome of a measured or faulty configuration; `None` for others."""
+    """Return the outcome of the program of a measured or faulty configuration; `None` for others."""
     token = config_id(config)
     tried = FAULTY | {Status.MEASURED, Status.SAME}
-    return next((one for one in data.outcomes if one.status in tried and config_id(one.config) == token), None)
+    for first, twins in programs(data.outcomes):
+        if first.status in tried and any(config_id(one.config) == token for one in (first, *twins)):
+            return first
+    return None

@@ -13,7 +13,7 @@ from ejkernel.ops.autotuner.measure.measurement import Measurement, more_bytes
 from ejkernel.ops.autotuner.measure.sampling import Case, named_cases
 from ejkernel.ops.autotuner.trials.challenge import Challenge, clock_of, is_by_another, labelled, least_lead, to_decide
 from ejkernel.ops.autotuner.trials.programs import Outcome as Outcome
-from ejkernel.ops.autotuner.trials.programs import are_same, program_name, ranked
+from ejkernel.ops.autotuner.trials.programs import are_same, program_name, programs, ranked
 from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, SearchProgress, SearchState, Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
@@ -291,11 +291,12 @@ class AutotuneData(Findings):
         failures = [
             {
                 "config": to_data(outcome.config),
-                "status": str(outcome.status),
-                "reason": shortened(outcome.reason, STORED_REASON),
+                "status": str(first.status),
+                "reason": shortened(first.reason, STORED_REASON),
             }
-            for outcome in self.outcomes
-            if outcome.status in FAULTY
+            for first, twins in programs(self.outcomes)
+            if first.status in FAULTY
+            for outcome in (first, *twins)
         ][:_FAILURES]
         return {
             "winner": _times(self.winner, self.after),
