@@ -10,5 +10,6 @@ from .device import DTYPES as DTYPES
 from .device import MULTIPROCESSORS as MULTIPROCESSORS
 from .device import SHARED_MEMORY as SHARED_MEMORY
 from .device import Registers as Registers
+from .device import may_be_on_hopper as may_be_on_hopper
 from .device import unavailable as unavailable
 from .device import widest_swizzle as widest_swizzle

@@ -34,6 +34,12 @@ def widest_swizzle(*row_bytes: int) -> int:
     return next((width for width in (128, 64, 32) if not any(size % width for size in row_bytes)), 0)
 
 
+def may_be_on_hopper(call: OperationCall) -> bool:
+    """Return whether a call is for a Hopper GPU, or for an unknown device."""
+    device = call.device_fingerprint
+    return call.platform in (None, "gpu") and (not device or _HOPPER.search(device) is not None)
+
+
 def unavailable(call: OperationCall, arrays: str, others: str, name: str = "mosaic_gpu") -> str | None:
     """Return why no Hopper kernel runs `call`, and an alternative; `None` if one may run it.
 
@@ -43,8 +49,7 @@ def unavailable(call: OperationCall, arrays: str, others: str, name: str = "mosa
         others: The implementations to suggest.
         name: The implementation to name in the message.
     """
-    device = call.device_fingerprint
-    if call.platform not in (None, "gpu") or (device and not _HOPPER.search(device)):
+    if not may_be_on_hopper(call):
         return (
             f"implementation={name!r} needs a Hopper GPU, such as an H100 or H200, and this call is for "
             f"{call.place}; use {others}."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from ejkernel.kernels._hopper import unavailable
+from ejkernel.kernels._hopper import may_be_on_hopper
 from ejkernel.ops.utils.values.signature import is_known
 
 from ._xla_blocks import default_blocks, has_blocks, is_on_gpu
@@ -39,9 +39,8 @@ def is_one_step(call: AttentionCall, q_block: int | None, kv_block: int | None) 
 
 def is_fastest_in_plain_jax(call: AttentionCall) -> bool:
     """Return whether plain JAX is faster than our kernels and cuDNN on a Hopper GPU."""
-    if call.platform != "gpu" or not is_known(*call.query, *call.key, *call.value) or not _is_plain(call):
-        return False
-    if unavailable(call, "queries", "'xla'") is not None:
+    on_hopper = call.platform == "gpu" and may_be_on_hopper(call) and not call.partitioned
+    if not on_hopper or not is_known(*call.query, *call.key, *call.value) or not _is_plain(call):
         return False
     queries, heads, dim = call.query[1], call.examples * call.query[0] * call.query[2], call.query[3]
     if max(dim, call.value[3]) >= _NARROWEST_OF_WIDE:
