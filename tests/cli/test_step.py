@@ -53,7 +53,7 @@ class Product(Kernel[Config, jax.Array]):
 
 
 class Wrong(Product):
-    """Its heuristic, and whatever STEP_WRONG names, returns wrong results."""
+    """The heuristic and the configurations in STEP_WRONG return wrong results."""
 
     def run(self, a, b, *, cfg):
         return super().run(a, b, cfg=cfg) + (str(cfg.repeats) in "8" + os.environ.get("STEP_WRONG", ""))

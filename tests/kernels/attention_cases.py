@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from tests.kernels.conformance import Backend, Subject, assert_close
 
 from ejkernel import compat
-from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Operands, Rules, operands_of
+from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, AttentionCall, Operands, Rules, operands_of
 from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.modules import FlashAttention
 from ejkernel.ops import BwdParams, FwdParams
@@ -102,6 +102,21 @@ def options_of(rules):
     }
 
 
+def call_of(case, **more):
+    """Return a benchmark's case as a call for a Hopper GPU."""
+    (heads, groups), (dim, value_dim) = case.heads, case.dims
+    return AttentionCall(
+        query=(case.batch, case.seq, heads, dim),
+        key=(case.batch, case.keys, groups, dim),
+        value=(case.batch, case.keys, groups, value_dim),
+        dtype=case.dtype,
+        key_lengths=case.lengths,
+        rules=Rules(scale=1.0, right=0 if case.causal else None),
+        platform="gpu",
+        **more,
+    )
+
+
 CAUSAL = Rules(scale=0.3, right=0)
 CASES = {
     "plain": Case(groups=4),
@@ -109,7 +124,7 @@ CASES = {
     "causal, keys before": Case(queries=20, rules=CAUSAL),
     "causal, rows without keys": Case(keys=20, rules=CAUSAL),
     "one query": Case(queries=1, rules=CAUSAL),
-    # On Hopper, heads count as queries, and there are parts of the keys, or of the queries in the gradient.
+    # On Hopper, heads count as queries; the forward divides keys into parts, and the gradient queries.
     "few queries": Case(queries=3, keys=1024),
     "few keys": Case(queries=512, keys=20),
     "other value dim": Case(value_dim=8),

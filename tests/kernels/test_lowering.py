@@ -113,7 +113,7 @@ SPACES = [
 
 
 def covered_by_spaces(row, platform, dtype, name):
-    """Return what a space adds to a sample: every row, every platform, and all sizes but odd ones, tested above."""
+    """Return the row, the platform and the size that a space adds to a sample; odd sizes are exported above."""
     return {str(row), platform, *({(row.subject.operation.name, name)} if name in row.subject.spaces else ())}
 
 

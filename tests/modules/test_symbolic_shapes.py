@@ -83,7 +83,7 @@ def test_an_exported_flash_attention_agrees_with_the_call(function, shape):
 @pytest.mark.parametrize("function", [attend, attention_gradients])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_flash_attention_is_exported_for_a_gpu(function, shape, dtype):
-    """Our kernels, whose rules compare sizes, refuse symbolic ones first."""
+    """Our kernels refuse symbolic sizes before their rules compare them."""
     array = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), dtype)
     exported = jax.export.export(jax.jit(functools.partial(function, softmax_scale=0.3)), platforms=["cuda"])
     assert exported(array, array, array).platforms == ("cuda",)

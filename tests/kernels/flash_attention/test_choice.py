@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from benchmarks.attention_cases import case_named
+from tests.kernels.attention_cases import call_of
 
 from ejkernel.kernels.flash_attention._few_scores import is_fastest_in_plain_jax
-from ejkernel.kernels.flash_attention.common import AttentionCall, Rules
+from ejkernel.kernels.flash_attention.common import Rules
 from ejkernel.kernels.flash_attention.mosaic_gpu import choice
 from ejkernel.modules import FlashAttention
 
@@ -65,24 +66,9 @@ def test_gradients_of_few_keys_whose_queries_cannot_be_divided_use_cudnn():
     assert [preference(one) for one in calls] == [1, 0]
 
 
-def call_of(case, **more):
-    """Return a benchmark's case as a call for a Hopper GPU."""
-    (heads, groups), (dim, value_dim) = case.heads, case.dims
-    return AttentionCall(
-        query=(case.batch, case.seq, heads, dim),
-        key=(case.batch, case.keys, groups, dim),
-        value=(case.batch, case.keys, groups, value_dim),
-        dtype=case.dtype,
-        key_lengths=case.lengths,
-        rules=Rules(scale=1.0, right=0 if case.causal else None),
-        platform="gpu",
-        **more,
-    )
-
-
 @pytest.mark.parametrize(("direction", "most"), [("forward", 1.17), ("forward and backward", 1.12)])
 def test_few_scores_use_the_faster_of_plain_jax_and_our_kernels(direction, most):
-    """On average within 2 % of the faster one; at worst a forward loses what its gradient gains."""
+    """The choice loses at most 2 % on average; a single forward may lose what its gradient gains."""
     rows = json.loads((RESULTS / "attention_few_scores_gpu.json").read_text(encoding="utf-8"))[direction]
     ratios, gains = [], []
     for name, row in rows.items():

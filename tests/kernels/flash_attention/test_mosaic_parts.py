@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from benchmarks.attention_cases import case_named
-from tests.kernels.attention_cases import Case
-from tests.kernels.flash_attention.test_choice import call_of
+from tests.kernels.attention_cases import Case, call_of
 
 from ejkernel.kernels.flash_attention.common import Rules, describe
 from ejkernel.kernels.flash_attention.mosaic_gpu import backward_support, forward_support, implementation

@@ -457,7 +457,7 @@ def test_every_configuration_of_a_bucket_runs_for_every_length(length):
 
 
 def test_parameters_that_do_not_fit_a_length_of_the_bucket_are_replaced(monkeypatch):
-    """On Hopper GPUs, a length that is no multiple of 8 needs more shared memory than the rounded one."""
+    """On Hopper GPUs, lengths not divisible by 8 need more shared memory than the rounded length."""
     if reason := compat.kernels.mosaic_gpu_reason():
         pytest.skip(reason)
     monkeypatch.setattr("ejkernel.ops.operation.lowered_place", lambda: {"platform": "gpu"})

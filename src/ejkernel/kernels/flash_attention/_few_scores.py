@@ -11,12 +11,11 @@ import math
 from ejkernel.kernels._hopper import may_be_on_hopper
 from ejkernel.ops.utils.values.signature import is_known
 
-from ._xla_blocks import default_blocks, has_blocks, is_on_gpu
+from ._xla_blocks import WIDEST_OF_OTHERS, has_blocks, is_on_gpu, is_one_block
 from .common import AttentionCall
 
 _FEW = 1 << 22  # scores of a gradient that computes its softmax again
 _FEW_OF_WIDE = 1 << 21  # scores of heads with more than 256 columns
-_NARROWEST_OF_WIDE = 257
 _LEAST_WORK = 9_000_000  # queries of a head, times its columns squared: with less, a kernel with few tiles is fast too
 _ALIGNED = 8  # rows; products of other lengths take twice as long
 
@@ -33,8 +32,7 @@ def is_one_step(call: AttentionCall, q_block: int | None, kv_block: int | None) 
     """
     if call.rules.partial or call.rules.dropout_rate or not (is_on_gpu(call) and has_blocks(call)):
         return False
-    blocks = q_block or default_blocks(call)[0], kv_block or default_blocks(call)[1]
-    return is_known(*call.query) and blocks == (call.query[1], call.key[1]) and _scores(call) <= _FEW
+    return is_known(*call.query) and is_one_block(call, q_block, kv_block) and _scores(call) <= _FEW
 
 
 def is_fastest_in_plain_jax(call: AttentionCall) -> bool:
@@ -43,7 +41,7 @@ def is_fastest_in_plain_jax(call: AttentionCall) -> bool:
     if not on_hopper or not is_known(*call.query, *call.key, *call.value) or not _is_plain(call):
         return False
     queries, heads, dim = call.query[1], call.examples * call.query[0] * call.query[2], call.query[3]
-    if max(dim, call.value[3]) >= _NARROWEST_OF_WIDE:
+    if max(dim, call.value[3]) > WIDEST_OF_OTHERS:
         return _scores(call) <= _FEW_OF_WIDE
     # The tiles of several heads keep enough of the chip busy.
     if heads > 1 or dim != call.value[3] or dim <= 128 or dim * dim * queries < _LEAST_WORK:

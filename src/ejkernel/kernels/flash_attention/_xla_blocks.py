@@ -22,7 +22,7 @@ from .common import AttentionCall, Operands, Rules, accumulator
 
 _MOST_SCORES = 1 << 26  # of one step on an accelerator: 256 MiB in float32
 _MOST_WIDE_SCORES = 1 << 28  # of one example with wide heads
-_WIDEST_OF_OTHERS = 256  # head dimension up to which cuDNN, or `mosaic_gpu` with every feature, runs a call
+WIDEST_OF_OTHERS = 256  # head dimension up to which cuDNN, or `mosaic_gpu` with every feature, runs a call
 _FEWEST_QUERIES = 128  # of a block that sees all keys
 
 
@@ -56,7 +56,7 @@ def default_blocks(call: AttentionCall) -> tuple[int, int]:
     most = (1 << 18 if call.backward else 1 << 19) if platform == "cpu" else _MOST_SCORES
     rows = math.prod(size for size in (call.examples, call.query[0], call.query[2]) if is_known(size))
     if platform == "gpu" and call.rules.left is None:
-        wide = is_known(call.query[3], call.value[3]) and max(call.query[3], call.value[3]) > _WIDEST_OF_OTHERS
+        wide = is_known(call.query[3], call.value[3]) and max(call.query[3], call.value[3]) > WIDEST_OF_OTHERS
         at_once = rows // call.query[0] if _are_separable(call) else rows
         if at_once * call.query[1] * call.key[1] <= (_MOST_WIDE_SCORES if wide else most):
             return call.query[1], call.key[1]
@@ -85,11 +85,16 @@ def examples_at_once(call: AttentionCall, q_block: int | None, kv_block: int | N
     batch = call.query[0]
     if not (is_on_gpu(call) and has_blocks(call) and _are_separable(call)):
         return batch
-    defaults = default_blocks(call)
-    if (q_block or defaults[0], kv_block or defaults[1]) != (call.query[1], call.key[1]):
+    if not is_one_block(call, q_block, kv_block):
         return batch
     scores = (call.examples or 1) * call.query[2] * call.query[1] * call.key[1]
     return max(n for n in range(1, batch + 1) if batch % n == 0 and (n == 1 or n * scores <= _MOST_SCORES))
+
+
+def is_one_block(call: AttentionCall, q_block: int | None, kv_block: int | None) -> bool:
+    """Return whether blocks of these sizes, or the default for `None`, hold all queries and all keys."""
+    defaults = default_blocks(call)
+    return (q_block or defaults[0], kv_block or defaults[1]) == (call.query[1], call.key[1])
 
 
 def _are_separable(call: AttentionCall) -> bool:

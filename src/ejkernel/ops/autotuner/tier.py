@@ -141,7 +141,7 @@ class AutotuneTier:
 def _tuned_and_saved(
     tuner: Autotuner, inv: Invocation[Any, Any], kernel: Any, saver: Saver, options: dict[str, Any]
 ) -> AutotuneData:
-    """Run a search and save its result, before Ctrl-C, a listener, or a warning that is an error can discard it."""
+    """Run a search and save its result first: a later Ctrl-C, listener or warning may raise."""
     saved: list[AutotuneData] = []
 
     def save(found: AutotuneData) -> AutotuneData:

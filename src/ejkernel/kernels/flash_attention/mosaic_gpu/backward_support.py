@@ -60,7 +60,7 @@ def params_fault(call: AttentionCall, params: BackwardParams) -> str | None:
     problem = backward_problem(in_key_parts(in_query_parts(call, params.query_parts), params.key_parts))
     return (
         fault
-        or _parts_fault(problem, params)
+        or _head_parts_fault(problem, params)
         or _division_fault(problem, params)
         or _shared_fault(problem, params)
         or _register_fault(problem, params)
@@ -90,7 +90,7 @@ def heuristic(call: AttentionCall) -> BackwardParams:
 
 
 def _parts_of_keys(problem: BackwardProblem, params: BackwardParams, call: AttentionCall) -> int:
-    """Return the most parts of the keys with which the second kernel still fits on the chip at once."""
+    """Return the largest number of key parts with which the second kernel's tiles fit on the chip at once."""
     # In one part 2 heads of 32 rows and 16,384 keys took 390 us at D256, and 69 us with the forward in plain JAX. With
     # parts it was not measured.
     tiles = problem.batch * problem.heads * -(-problem.queries // 64)
@@ -109,7 +109,7 @@ def _heuristic(call: AttentionCall) -> BackwardParams:
     else:
         choices = _narrow(call) if wide <= 64 else _medium(call) if wide <= 128 else _wide(call)
     fitting = [params for params in choices if params_fault(call, params) is None]
-    params = _in_parts(call, fitting[0] if fitting else _in_one_part(call)[0])
+    params = _in_parts(call, fitting[0] if fitting else _space(call)[0])
     return _with_small_blocks(call, params)
 
 
@@ -232,16 +232,16 @@ def _is_fused_in_window(call: AttentionCall) -> bool:
 
 def space(call: AttentionCall) -> tuple[BackwardParams, ...]:
     """Return the search space of `call`."""
-    usual, found = heuristic(call), _in_one_part(call)
+    usual, found = heuristic(call), _space(call)
     of_queries, of_keys = usual.query_parts, usual.key_parts
     if max(of_queries, of_keys) == 1:
         return found
-    divided = _in_one_part(in_key_parts(in_query_parts(call, of_queries), of_keys))
+    divided = _space(in_key_parts(in_query_parts(call, of_queries), of_keys))
     fitting = (params for params in divided if params.form == "split" or of_keys == 1)
     return *found, *(dataclasses.replace(params, query_parts=of_queries, key_parts=of_keys) for params in fitting)
 
 
-def _in_one_part(call: AttentionCall) -> tuple[BackwardParams, ...]:
+def _space(call: AttentionCall) -> tuple[BackwardParams, ...]:
     """Return the part of the search space without parts of queries or keys."""
     wide = max(padded_dim(call.query[3]), padded_dim(call.value[3]))
     by_products, problem = ("products", 2, 64), backward_problem(call)
@@ -324,7 +324,7 @@ def _shares_bias(call: AttentionCall) -> bool:
     return call.bias is not None and call.bias[:2] != (call.query[0], call.query[2])
 
 
-def _parts_fault(problem: BackwardProblem, params: BackwardParams) -> str | None:
+def _head_parts_fault(problem: BackwardProblem, params: BackwardParams) -> str | None:
     if params.head_parts > problem.heads_per_group:
         return f"head_parts must be at most {problem.heads_per_group}, the heads of a group, got {params.head_parts}."
     return None

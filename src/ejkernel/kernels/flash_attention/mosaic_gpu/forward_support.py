@@ -68,10 +68,10 @@ def params_fault(call: AttentionCall, params: ForwardParams) -> str | None:
 def heuristic(call: AttentionCall) -> ForwardParams:
     """Return good parameters for a supported `call`."""
     parts = fastest_key_parts(call)
-    return dataclasses.replace(_in_one_part(in_key_parts(call, parts)), key_parts=parts)
+    return dataclasses.replace(_heuristic(in_key_parts(call, parts)), key_parts=parts)
 
 
-def _in_one_part(call: AttentionCall) -> ForwardParams:
+def _heuristic(call: AttentionCall) -> ForwardParams:
     """Return good parameters with all keys in one part."""
     aligned = _should_align(call)
     preferred = dataclasses.replace(_preferred(call, aligned=aligned), align_keys=aligned)

@@ -37,7 +37,7 @@ _Pull = Callable[[Operands, Residuals, jax.Array], Gradients]
 
 
 def what_hides(call: AttentionCall) -> str | None:
-    """Return what may hide keys from some queries, or drop weights; `None` if all queries see the same keys.
+    """Name a feature that hides keys from some queries or drops weights; `None` if every query sees the same keys.
 
     A single query is at the position of the last key, so a causal mask hides nothing from it.
     """
@@ -91,14 +91,14 @@ def fastest_key_parts(call: AttentionCall) -> int:
 
 
 def in_key_parts(call: AttentionCall, parts: int) -> AttentionCall:
-    """Return the call in which parts of the keys are examples; a number that does not divide them counts less."""
+    """Return the call with parts of the keys as examples; `parts` is reduced to a divisor of the keys."""
     parts = math.gcd(parts, call.key[1])
     key, value = ((parts * shape[0], shape[1] // parts, *shape[2:]) for shape in (call.key, call.value))
     return dataclasses.replace(call, query=(parts * call.query[0], *call.query[1:]), key=key, value=value)
 
 
 def in_query_parts(call: AttentionCall, parts: int) -> AttentionCall:
-    """Return the call in which parts of the queries are examples; a number that does not divide them counts less."""
+    """Return the call with parts of the queries as examples; `parts` is reduced to a divisor of the queries."""
     batch, queries, *rest = call.query
     parts = math.gcd(parts, queries)
     key, value = ((parts * batch, *shape[1:]) for shape in (call.key, call.value))
