@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import report
-from benchmarks.attention_cases import CASES, KINDS, Case, case_named, small_names, widely_drawn_names
+from benchmarks.attention_cases import CASES, KINDS, Case, case_named, short_names, small_names, widely_drawn_names
 from ejkernel import compat
 from ejkernel.modules import flash_attention
 from ejkernel.ops import ConfigSelectorChain, Executor, Invocation, PersistentCache, set_default_executor
@@ -333,18 +333,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=24, help="how many cases to draw (default: %(default)s)")
     parser.add_argument("--kinds", nargs="*", default=KINDS, choices=sorted(set(KINDS)), metavar="KIND", help="to draw")
     parser.add_argument("--few-tiles", action="store_true", help="with --draw: calls that cannot fill a GPU")
+    parser.add_argument("--short", action="store_true", help="with --draw: many short sequences")
     parser.add_argument("--at-once", type=int, default=12, metavar="N", help="cases to compile before their times")
     parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--cache", type=Path, help="cache for the contender `tuned`, which is left out without it")
     parser.add_argument("--rounds", type=int, default=15, help="samples of each contender (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile (default: one a core)")
     args = parser.parse_args(argv)
-    if args.few_tiles and args.draw is None:
-        parser.error("--few-tiles needs --draw SEED")
+    if (args.few_tiles or args.short) and args.draw is None:
+        parser.error("--few-tiles and --short need --draw SEED")
     names = [name for name in args.contenders if name != "tuned" or args.cache is not None]
     cases = args.cases
-    if args.few_tiles:
-        cases = small_names(args.draw, args.count)
+    if args.few_tiles or args.short:
+        cases = (small_names if args.few_tiles else short_names)(args.draw, args.count)
     elif args.draw is not None:
         cases = widely_drawn_names(args.draw, args.count, args.kinds)
     found: Found = {}

@@ -369,6 +369,32 @@ def small_names(seed: int, count: int) -> list[str]:
     return names
 
 
+def short_names(seed: int, count: int) -> list[str]:
+    """Return names of random calls with many short sequences, such as windows or frames of a model of images."""
+    rng = np.random.default_rng(seed)
+    names = []
+    for _ in range(count):
+        dim = int(rng.choice((32, 64, 128))) if rng.random() < 0.5 else _multiple_of_8(rng, 128)
+        groups = int(rng.choice((1, 3, 4, 8, 12, 16)))
+        heads = (groups * int(rng.choice((1, 1, 1, 4))), groups)
+        seq, keys = (int(2 ** rng.uniform(2, 7.1)) for _ in range(2))
+        batch = max(1, int(2 ** rng.uniform(12, 19)) // (seq * heads[0]))
+        kind = str(rng.choice(("plain", "plain", "causal", "cross", "lengths", "shared", "float16", "float32")))
+        case = Case(
+            batch=batch,
+            seq=seq,
+            heads=heads,
+            dims=(dim, dim),
+            causal=kind == "causal",
+            other=keys if kind == "cross" else None,
+            lengths=kind == "lengths",
+            shared=kind == "shared",
+            dtype=kind if kind.startswith("float") else "bfloat16",
+        )
+        names.append(words_of(case))
+    return names
+
+
 def case_named(name: str) -> Case:
     """Return a fixed case, a drawn one, or one in the words of `words_of`."""
     fixed = CASES | GRID_CASES

@@ -120,7 +120,7 @@ def call_of(case, **more):
 CAUSAL = Rules(scale=0.3, right=0)
 CASES = {
     "plain": Case(groups=4),
-    "causal": Case(rules=CAUSAL),
+    "causal": Case(queries=140, keys=140, rules=CAUSAL),  # longer than the sequences that Hopper kernels compute alone
     "causal, keys before": Case(queries=20, rules=CAUSAL),
     "causal, rows without keys": Case(keys=20, rules=CAUSAL),
     "one query": Case(queries=1, rules=CAUSAL),
@@ -132,12 +132,12 @@ CASES = {
     "bias per head": Case(bias=(1, 4, 48, 48), rules=CAUSAL),
     "bias per key": Case(bias=(2, 1, 1, 48)),
     "bias per query": Case(bias=(1, 1, 48, 1)),
-    "key padding": Case(mask=(2, 1, 1, 48)),
+    "key padding": Case(groups=4, mask=(2, 1, 1, 48)),
     "causal mask and bias": Case(mask=(2, 1, 48, 48), bias=(1, 4, 48, 48), rules=CAUSAL),
     "segments": Case(segments=True),
     "window": Case(rules=Rules(scale=0.3, left=7, right=5)),
     "causal window": Case(rules=Rules(scale=0.3, left=7, right=0)),
-    "soft cap": Case(rules=Rules(scale=0.3, soft_cap=2.0)),
+    "soft cap": Case(queries=70, groups=4, rules=Rules(scale=0.3, soft_cap=2.0)),
     "soft cap after the bias": Case(
         bias=(1, 4, 48, 48), mask=(2, 1, 48, 48), rules=Rules(scale=0.3, soft_cap=2.0, cap_after_bias=True)
     ),
@@ -261,6 +261,7 @@ SUBJECT = Subject(
         "prime lengths, narrower values": in_use(1879, dims=(200, 136), causal=True),
         "prime lengths, wide heads": in_use(1877, keys=1879, heads=(2, 1), dims=(384, 520), causal=True),
         "decoding": in_use(3, keys=1500, dims=(192, 192)),
+        "short": in_use(13, keys=99, heads=(6, 2), dims=(40, 72)),
         "arrays": in_use(205, keys=307, heads=(6, 2), dims=(72, 40), sliding_window=(99, 0), arrays=ARRAYS),
     },
     check_residuals=check_log_sum_exp,

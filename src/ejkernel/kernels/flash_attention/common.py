@@ -113,7 +113,7 @@ class AttentionCall(OperationCall):
         bias_dtype: The dtype name of `bias`, if given.
         segments: Whether segment ids are given.
         rules: The static options.
-        query_lengths: Whether query lengths are given; `key_lengths` is the same for keys.
+        query_lengths: Whether query lengths are given; `key_lengths` and `sinks` are the same.
         return_lse: Whether the log-sum-exp is a result, so that the backward receives its cotangent.
         deterministic: Whether results and gradients must be bitwise reproducible.
     """
@@ -129,6 +129,7 @@ class AttentionCall(OperationCall):
     segments: bool = False
     query_lengths: bool = False
     key_lengths: bool = False
+    sinks: bool = False
     return_lse: bool = False
     deterministic: bool = False
 
@@ -305,6 +306,7 @@ def describe(
         segments=operands.query_segments is not None,
         query_lengths=operands.query_lengths is not None,
         key_lengths=operands.key_lengths is not None,
+        sinks=operands.sinks is not None,
         platform=platform,
         device_fingerprint=fingerprint,
         partitioned=compat.programs.is_split_by_xla(),

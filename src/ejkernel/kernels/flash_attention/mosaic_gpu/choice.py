@@ -25,6 +25,9 @@ _WIDTHS = {False: 0.35, True: 0.7}  # of the weights, in units of `_position`: f
 _NARROW, _MOST_WARPGROUPS = 64, 3  # of heads, and of the forward's tiles for these
 _USUAL = 0.04  # the gain of our kernels where no similar call was measured
 _USUAL_IN_HALF = -0.1  # of backwards in float16 with 65 to 128 columns
+_GAIN_WITH_SINKS = (
+    0.1  # of backwards in a window: cuDNN took 217 us with sinks instead of 191, and ours 204 instead of 201
+)
 _USUAL_WEIGHT = 0.3  # of the usual gain, where an equal call has 1
 
 
@@ -48,7 +51,8 @@ def expected_gain(call: AttentionCall, without: AttentionCall | None = None) -> 
     if without is not None:
         weights = np.where([one == without for one in calls], 0, weights)
     usual = _USUAL_IN_HALF if call.backward and call.dtype == "float16" and 64 < call.query[3] <= 128 else _USUAL
-    return float((weights @ gains + _USUAL_WEIGHT * usual) / (weights.sum() + _USUAL_WEIGHT))
+    expected = float((weights @ gains + _USUAL_WEIGHT * usual) / (weights.sum() + _USUAL_WEIGHT))
+    return expected + _GAIN_WITH_SINKS * (call.backward and call.sinks and call.rules.left is not None)
 
 
 def measured() -> Iterator[Measured]:

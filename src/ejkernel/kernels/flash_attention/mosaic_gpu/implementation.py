@@ -23,6 +23,7 @@ from ejkernel.kernels.flash_attention.common import (
 from ejkernel.ops.utils.values.signature import is_known
 
 from . import backward_support, forward_support, wide_support
+from .alone_support import alone_fault, alone_heuristic, alone_space, is_alone
 from .choice import expected_gain
 from .few_queries import fold, fold_residuals, fold_rows, folded, folds, unfold_residuals, unfold_rows
 from .launch import backward, forward
@@ -43,6 +44,7 @@ class MosaicGpu(AttentionImplementation):
     params = ForwardParams
     bwd_params = BackwardParams
     adds_sinks = True
+    is_told_of_sinks = True
     features = frozenset(("query_lengths", "key_lengths", "deterministic", "soft_cap_after_bias", "dropout_rate"))
 
     def unsupported(self, call: AttentionCall) -> str | None:
@@ -55,7 +57,7 @@ class MosaicGpu(AttentionImplementation):
     def params_fault(self, call: AttentionCall, params: Any) -> str | None:
         """Return why the call cannot run with these parameters; `None` if it can."""
         call = _in_half(call)
-        fault: str | None = _support(call).params_fault(call, params)
+        fault: str | None = (alone_fault if is_alone(params) else _support(call).params_fault)(call, params)
         if fault is None and call.deterministic and not _repeats(call, params):
             fault = "form='fused' adds up gradients in nondeterministic order; deterministic=True needs form='split'."
         return fault
@@ -67,6 +69,8 @@ class MosaicGpu(AttentionImplementation):
             return 1
         if wide_support.is_wide(call):
             return 1  # cuDNN runs no such heads
+        if alone_heuristic(call) is not None:
+            return 1
         if call.query[1] < ROWS:
             return int(_gains_with_few_queries(call))
         if what_hides(call) is None and _has_parts(self.heuristic(call)):
@@ -79,13 +83,14 @@ class MosaicGpu(AttentionImplementation):
     def heuristic(self, call: AttentionCall) -> ForwardParams | BackwardParams:
         """Return good parameters, measured on similar calls."""
         call = _in_half(call)
-        params: ForwardParams | BackwardParams = _support(call).heuristic(call)
+        params: ForwardParams | BackwardParams = alone_heuristic(call) or _support(call).heuristic(call)
         return params if _repeats(call, params) or not call.deterministic else next(iter(self.space(call)))
 
     def space(self, call: AttentionCall) -> Any:
         """Return the search space."""
         call = _in_half(call)
-        space = _support(call).space(call)
+        alone, space = tuple(alone_space(call)), _support(call).space(call)
+        space = (*alone, *space) if alone else space
         if not call.deterministic or not call.backward:
             return space
         return [params for params in space if _repeats(call, params)]
@@ -103,6 +108,8 @@ class MosaicGpu(AttentionImplementation):
     ) -> Gradients:
         """See `launch.backward`."""
         run = backward_in_slices if operands.query.dtype == jnp.float32 else backward
+        if not is_alone(params):
+            operands = operands._replace(sinks=None)  # the log-sum-exp includes them
         if not folds(describe(operands, rules)):
             return run(operands, residuals, dout, rules, params)
         groups, heads = operands.key.shape[2], operands.query.shape[2]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._numbers import LOG2_E, has_small_range, normalized
+from ejkernel.kernels._numbers import LOG2_E, has_small_range
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.flash_attention._batches import fold_examples
 from ejkernel.kernels.flash_attention.common import (
@@ -26,8 +26,9 @@ from ejkernel.kernels.flash_attention.common import (
 
 from .backward_plan import BackwardProblem, backward_problem, bias_in_tiles
 from .params import BackwardParams, ForwardParams
-from .parts import backward_in_key_parts, backward_in_query_parts, forward_in_parts
+from .parts import backward_in_key_parts, backward_in_query_parts, forward_in_parts, sum_of_heads
 from .plan import ForwardPlan, forward_plan
+from .ranges import range_factor
 from .schedule import order_by_length, schedule
 from .visibility import (
     Blocks,
@@ -60,6 +61,10 @@ def forward(operands: Operands, rules: Rules, params: ForwardParams, *, interpre
 
         out, lse = forward_of_wide(operands._replace(sinks=None), rules, params, interpret=interpret)
         return (out, lse) if operands.sinks is None else with_sinks(out, lse, operands.sinks)
+    if params.alone:
+        from .alone import forward_alone
+
+        return forward_alone(operands, rules, params, interpret=interpret)
     if params.key_parts > 1:
         whole = dataclasses.replace(params, key_parts=1)
         found = forward_in_parts(
@@ -194,6 +199,10 @@ def backward(
         from .wide import backward_of_wide
 
         return backward_of_wide(operands, residuals, dout, rules, params, interpret=interpret)
+    if params.form == "alone":
+        from .alone import backward_alone
+
+        return backward_alone(operands, dout, rules, params, raised=raised, interpret=interpret)
     if params.key_parts > 1 or params.query_parts > 1:
         whole, of_keys = dataclasses.replace(params, key_parts=1, query_parts=1), params.key_parts > 1
         own = dataclasses.replace(rules, partial=rules.partial or of_keys)
@@ -232,7 +241,7 @@ def _gradients(
     factor = (
         None
         if raised is not None or not has_small_range(problem.dtype)
-        else _range_factor(operands, residuals[0], dout, rules)
+        else range_factor(operands, residuals[0], dout, rules)
     )
     if factor is not None:
         dout = dout / factor
@@ -249,25 +258,6 @@ def _gradients(
         x[:, : like.shape[1], :, : like.shape[3]] for x, like in zip(found, operands[:3], strict=True)
     )
     return dquery, dkey, dvalue, _bias_gradient(dbias, operands)
-
-
-def _range_factor(operands: Operands, out: jax.Array, dout: jax.Array, rules: Rules) -> jax.Array:
-    """Return the power of two by which to divide the cotangent so that the scores' gradient fits in float16.
-
-    All gradients are linear in the cotangent. The kernels round the scores' gradient; it is at most twice the largest
-    product of a row of the cotangent and a value, and their norms limit that. The factor is 1 unless this limit is too
-    large; each example has its own, unless the gradient of a bias may be a sum over examples.
-    """
-    axes = (1, 2, 3) if operands.bias is None else (0, 1, 2, 3)
-
-    def largest_norm(x: jax.Array) -> jax.Array:
-        return jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(axis=3, keepdims=True).max(axis=axes, keepdims=True))
-
-    left, right = largest_norm(dout), largest_norm(operands.value)
-    if rules.partial:  # otherwise the output is a mean of these values
-        right = jnp.maximum(right, largest_norm(out))
-    _, factor = normalized(left * right * 2.0**-14, ())
-    return jnp.maximum(factor, 1)
 
 
 def _run_backward(
@@ -306,7 +296,7 @@ def _run_backward(
     # `run_state` ends the references here: under `custom_jvp` JAX lowers no program that creates references.
     initial = (empty, [jnp.zeros(like.shape, like.dtype) for like in kernel.out_types(inputs)])
     sums, (dkey, dvalue) = unsliced(pl.run_state(add_up)(initial))
-    dkey, dvalue = (_sum_of_parts(x, params.head_parts) for x in (dkey, dvalue))
+    dkey, dvalue = (sum_of_heads(x, params.head_parts) for x in (dkey, dvalue))
     if fused:
         # Scaled here, with the rounding: no block of threads knows when a sum is complete.
         scale = problem.gradient_scale
@@ -326,15 +316,6 @@ def _run_backward(
 def skips_hidden(problem: BackwardProblem) -> bool:
     """Return whether tiles that a mask hides are found before the kernels, which takes several small kernels of XLA."""
     return problem.mask and problem.batch * problem.heads * problem.queries * problem.keys > _FEW_SCORES
-
-
-def _sum_of_parts(x: jax.Array, parts: int) -> jax.Array:
-    """Return `[batch, keys, groups * parts, dim]` with the parts of each group added up."""
-    if parts == 1:
-        return x
-    split = x.reshape(*x.shape[:2], -1, parts, x.shape[3])
-    # In float32, so that the sum is rounded once.
-    return split.astype(jnp.float32).sum(axis=3).astype(x.dtype)
 
 
 def _empty_bias(

@@ -41,6 +41,8 @@ class ForwardParams(NamedFields):
             for head dimensions that are not multiples of 16.
         key_parts: Parts of the keys that count as further examples, for few queries that see all keys. XLA combines
             their outputs. A number that does not divide the keys is reduced to the greatest common divisor.
+        alone: Whether each consumer computes whole heads, of at most 64 queries and keys, without the others. It then
+            has `stages` heads in shared memory.
     """
 
     kv_block: int = 128
@@ -56,6 +58,7 @@ class ForwardParams(NamedFields):
     fma_columns: int = 0
     align_keys: bool = False
     key_parts: int = 1
+    alone: bool = False
 
     def __post_init__(self) -> None:
         check_parameters(
@@ -90,8 +93,9 @@ class BackwardParams(NamedFields):
 
     Attributes:
         form: `fused`: the first kernel adds the query's gradient to float32 memory, in nondeterministic order; `split`:
-            two kernels, with reproducible results; `unfused`, for wide heads alone: a kernel writes the weights
-            and the scores' gradient to memory, and XLA multiplies them.
+            two kernels, with reproducible results; `unfused`, for wide heads only: a kernel writes the weights
+            and the scores' gradient to memory, and XLA multiplies them; `alone`, for at most 64 queries and keys: each
+            of `warpgroups` consumers computes whole heads, and has `q_stages` of them in shared memory.
         division: `keys`: each consumer owns 64 keys and computes all their products; `products`: for the same 64 keys,
             one consumer computes the probabilities and the value's gradient, the other the scores' gradient and the
             key's.
@@ -129,7 +133,7 @@ class BackwardParams(NamedFields):
         split = self.form == "split"
         check_parameters(
             self,
-            form=("fused", "split", "unfused"),
+            form=("fused", "split", "unfused", "alone"),
             division=("keys", "products"),
             warpgroups=(2,) if self.division == "products" else range(1, 4),
             q_block=(64, 128, 192),

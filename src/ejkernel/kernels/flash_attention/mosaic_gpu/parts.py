@@ -162,6 +162,15 @@ def _with_divided_keys(operands: Operands, parts: int) -> Operands:
     )
 
 
+def sum_of_heads(x: jax.Array, parts: int) -> jax.Array:
+    """Return `[batch, keys, groups * parts, dim]` with the parts of each group added up."""
+    if parts == 1:
+        return x
+    split = x.reshape(*x.shape[:2], -1, parts, x.shape[3])
+    # In float32, so that the sum is rounded once.
+    return split.astype(jnp.float32).sum(axis=3).astype(x.dtype)
+
+
 def _sum_of_parts(x: jax.Array, parts: int) -> jax.Array:
     # In float32, so that the sum is rounded once.
     return _apart(x, parts).astype(jnp.float32).sum(axis=1).astype(x.dtype)

@@ -173,4 +173,5 @@ def _operands_of(operands: Operands, span: _Span, take: _Part) -> Operands:
         key_segments=part(operands.key_segments, span.keys),
         query_lengths=within(operands.query_lengths, span.rows),
         key_lengths=within(operands.key_lengths, span.keys),
+        sinks=None if operands.sinks is None else take(operands.sinks, 0),
     )

@@ -1,0 +1,461 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of short sequences: one or two consumer warpgroups compute one head after another, without the others.
+
+All keys of a head fit into one matrix of scores. So the softmax needs one pass, and the gradients need neither the
+output nor the log-sum-exp: maximum and sum of each row are computed again, and the row sums of output times cotangent
+are those of weights times their gradients. No gradient is a sum over blocks of threads. Copies of the next heads
+overlap with the products of these.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel.kernels._hopper.backend import Backend, backend_for
+from ejkernel.kernels._hopper.device import quotient, remainder
+from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
+from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
+from ejkernel.kernels._numbers import LOG2_E, has_small_range
+from ejkernel.kernels.flash_attention._batches import fold_examples
+from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Gradients, Operands, Residuals, Rules, describe
+
+from .alone_support import AlonePlan, alone_plan
+from .forward_mainloop import along_rows
+from .masks import WGMMA, broadcast_index, within_window, zeros
+from .matrices import Matrices
+from .params import BackwardParams, ForwardParams
+from .parts import sum_of_heads
+from .plan import REGISTERS, ROWS
+from .ranges import range_factor
+
+_LOWEST = -3e38  # makes a sink of minus infinity finite
+_ALIGNED = 8  # columns: a copy cannot move less than 16 bytes
+
+
+class AloneInputs(NamedTuple):
+    """Arrays in global memory.
+
+    Attributes:
+        query, key, value: As in `Operands`, with columns padded for copies.
+        dout: The output's cotangent; only for gradients.
+        key_lengths: `[batch]` in int32; `None` without them.
+        sinks: `[batch or 1, heads]` in float32; `None` without them.
+        hidden: `[batch or 1, heads or 1, columns]` in float32: minus infinity for keys that a mask hides, 0 for others;
+            `None` without a mask.
+        factor: `[batch]` in float32, on the gradients; `None` is 1.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    dout: Any = None
+    key_lengths: Any = None
+    sinks: Any = None
+    hidden: Any = None
+    factor: Any = None
+
+
+class _Memory(NamedTuple):
+    """Shared memory and barriers; types before `run_scoped`, references inside it."""
+
+    query: Any
+    key: Any
+    value: Any
+    out: Any
+    dout: Any
+    weights: Any
+    dscores: Any
+    pipeline: Pipeline
+    shared: Any  # weights and scores' gradients of a team are written
+    done: Any  # and no product needs them any more
+
+
+class _Item(NamedTuple):
+    """A head of an example, and the stage of its operands."""
+
+    example: Any
+    head: Any
+    stage: Any
+
+
+class _Part(NamedTuple):
+    """The work of a consumer: an item, the number of its team, and its own number in the team, and in the block."""
+
+    item: _Item
+    team: Any
+    slab: Any
+    warpgroup: Any
+
+
+class _Weights(NamedTuple):
+    """Weights before their division by the sums of rows.
+
+    Attributes:
+        weights: The numerators.
+        share: One over the sum, for each row; 0 for a row that sees no key.
+        lse: The log-sum-exp of each row.
+        slope: The derivative of the soft cap; `None` without one.
+    """
+
+    weights: jax.Array
+    share: jax.Array
+    lse: jax.Array
+    slope: jax.Array | None
+
+
+def forward_alone(operands: Operands, rules: Rules, params: ForwardParams, *, interpret: Any = None) -> Residuals:
+    """Return the output and the log-sum-exp; the arguments are those of `launch.forward`."""
+
+    def attend(operands: Operands) -> tuple[jax.Array, ...]:
+        plan = alone_plan(describe(operands, rules), params)
+        with jax.enable_x64(False):  # the kernels count in int32
+            out, lse = _ForwardKernel(plan, backend_for(interpret)).run(_inputs(operands, None, plan))
+        return out[..., : operands.value.shape[3]], lse[:, :, : plan.queries]
+
+    out, lse = fold_examples(attend)(_by_example(operands))
+    return out, lse
+
+
+def backward_alone(
+    operands: Operands,
+    dout: jax.Array,
+    rules: Rules,
+    params: BackwardParams,
+    *,
+    raised: int | None = None,
+    interpret: Any = None,
+) -> Gradients:
+    """Return the gradients of query, key and value.
+
+    The arguments are those of `launch.backward`, but the operands have the forward's sinks.
+    """
+
+    def pull(operands: Operands, dout: jax.Array) -> tuple[jax.Array, ...]:
+        plan = alone_plan(describe(operands, rules), params, raised)
+        with jax.enable_x64(False):
+            factor = None
+            if raised is None and has_small_range(plan.dtype):
+                factor = range_factor(operands, None, dout, rules)
+            inputs = _inputs(operands, dout if factor is None else dout / factor, plan)
+            if factor is not None:
+                inputs = inputs._replace(factor=jnp.broadcast_to(factor.ravel(), plan.batch))
+            dquery, *found = _BackwardKernel(plan, backend_for(interpret)).run(inputs)
+            found = [dquery, *(sum_of_heads(x, plan.heads // plan.groups) for x in found)]
+        return tuple(x[..., : like.shape[3]] for x, like in zip(found, operands[:3], strict=True))
+
+    dquery, dkey, dvalue = fold_examples(pull)(_by_example(operands), dout)
+    return dquery, dkey, dvalue, None
+
+
+def _by_example(operands: Operands) -> Operands:
+    """Return the operands, all with a batch axis, into which `vmap` folds examples."""
+    sinks = operands.sinks
+    return operands._replace(sinks=None if sinks is None else sinks.astype(jnp.float32)[None], dropout_key=None)
+
+
+def _inputs(operands: Operands, dout: jax.Array | None, plan: AlonePlan) -> AloneInputs:
+    def padded(x: jax.Array) -> jax.Array:
+        return jnp.pad(x.astype(plan.dtype), [(0, 0)] * 3 + [(0, -x.shape[3] % _ALIGNED)])
+
+    lengths = operands.key_lengths
+    lengths = None if lengths is None else jnp.clip(lengths, 0, plan.keys).astype(jnp.int32)
+    hidden = operands.attention_mask
+    if hidden is not None:
+        hidden = jnp.where(hidden[:, :, 0], jnp.float32(0), -jnp.inf)
+        hidden = jnp.pad(hidden, [(0, 0), (0, 0), (0, plan.columns - plan.keys)])
+    query, key, value = (padded(x) for x in operands[:3])
+    return AloneInputs(query, key, value, None if dout is None else padded(dout), lengths, operands.sinks, hidden)
+
+
+class _AloneKernel:
+    """The common part of forward and backward: launch, producer, and the weights of a head."""
+
+    name: str
+
+    def __init__(self, plan: AlonePlan, backend: Backend) -> None:
+        self.plan, self.backend = plan, backend
+        self.matrices, self.square = Matrices(backend, pieced=True), (ROWS, plan.columns)
+
+    def run(self, inputs: AloneInputs) -> list[jax.Array]:
+        """Return the results."""
+        return launch(
+            self._block,
+            inputs,
+            self.out_types(inputs),
+            name=self.name,
+            programs=self.plan.programs,
+            memory=self._memory_types(),
+            consumers=self.plan.consumers,
+            interpret=self.backend.interpret,
+        )
+
+    def out_types(self, inputs: AloneInputs) -> list[jax.ShapeDtypeStruct]:
+        """Return the types of the results."""
+        raise NotImplementedError
+
+    def compute(self, part: _Part) -> None:
+        """Compute a consumer's part of a head, start storing its results, and release the stage."""
+        raise NotImplementedError
+
+    def _memory_types(self) -> _Memory:
+        plan, buffers = self.plan, self.plan.buffers
+        types: dict[str, Any] = {
+            name: self.matrices.type(buffer, plan.dtype)
+            for name, buffer in buffers.items()
+            if name not in ("weights", "dscores")
+        }
+        for name in set(buffers) - set(types):
+            types[name] = tiled(buffers[name].shape, plan.dtype, buffers[name].swizzle)
+        copies = sum(self.pieces(name) for name, _ in self._slabs())
+        # Each team has stages of its own, so that it waits for all copies into them.
+        types["pipeline"] = Pipeline.types(plan.teams * plan.stages, consumers=plan.team, copies=copies)
+        if plan.backward and plan.team > 1:
+            for name in ("shared", "done"):
+                types[name] = plgpu.Barrier(num_arrivals=plan.team, num_barriers=plan.teams)
+        return _Memory._make(types.get(name) for name in _Memory._fields)
+
+    def _slabs(self) -> list[tuple[str, int]]:
+        """Return the matrices that are copied to shared memory, with the numbers of their slabs."""
+        names = ("query", "key", "value", *["dout"] * self.plan.backward)
+        return [(name, slab) for name in names for slab in range(self.plan.slabs(name))]
+
+    def _block(self, inputs: AloneInputs, outputs: Any, memory: _Memory) -> None:
+        self.inputs, self.outputs, self.memory = inputs, outputs, memory
+        consumers = self.plan.consumers
+        count = quotient(self.plan.items - 1 - lax.axis_index(PROGRAM), self.plan.programs) + 1
+        dispatch_warpgroup(
+            lax.axis_index(WARPGROUP),
+            consumers,
+            REGISTERS[consumers],
+            producer=lambda: self._produce(count),
+            consumer=lambda warpgroup: self._consume(warpgroup, count),
+        )
+
+    def _item(self, number: Any) -> _Item:
+        plan = self.plan
+        place = number * plan.programs + lax.axis_index(PROGRAM)
+        return _Item(quotient(place, plan.heads), remainder(place, plan.heads), self.memory.pipeline.stage(number))
+
+    def rows(self, item: _Item, slab: Any, size: int = ROWS) -> tuple[Any, ...]:
+        """Return the index of a slab of an item's head; copies leave out rows past the end."""
+        # Computed, because Pallas refuses constants out of bounds.
+        start = lax.add(np.int32(slab * ROWS), np.int32(0)) if isinstance(slab, int) else slab * ROWS
+        return item.example, pl.ds(start, size), item.head
+
+    def _produce(self, count: Any) -> None:
+        pipeline = self.memory.pipeline
+
+        @pl.loop(0, count)
+        def _copy(number: Any) -> None:
+            item = self._item(number)
+            group = item._replace(head=quotient(item.head, self.plan.heads // self.plan.groups))
+            pipeline.producer_wait(number, item.stage)
+            for name, slab in self._slabs():
+                size, buffer = self.plan.rows(name), getattr(self.memory, name)
+                rows = self.rows(group if name in ("key", "value") else item, slab, size)
+                at, full = (item.stage, slab, pl.ds(0, size)), pipeline.full.at[item.stage]
+                self.matrices.copy_in(getattr(self.inputs, name), rows, buffer, at, full)
+
+        producer_tail(count, pipeline)
+
+    def _consume(self, warpgroup: Any, count: Any) -> None:
+        plan, pipeline = self.plan, self.memory.pipeline
+        team, slab = (
+            (warpgroup, 0) if plan.team == 1 else (quotient(warpgroup, plan.team), remainder(warpgroup, plan.team))
+        )
+
+        @pl.loop(0, quotient(count + plan.teams - 1 - team, plan.teams))
+        def _compute(turn: Any) -> None:
+            item = self._item(turn * plan.teams + team)
+            pipeline.consumer_wait(item.stage)
+            self.compute(_Part(item, team, slab, warpgroup))
+
+        plgpu.wait_smem_to_gmem(0)
+
+    def store(self, buffer: Any, at: tuple[Any, ...], matrix: jax.Array, target: Any, rows: tuple[Any, ...]) -> None:
+        """Start storing a result through a buffer that no product needs any more."""
+        self.matrices.assign(buffer, at, matrix.astype(self.plan.dtype))
+        plgpu.commit_smem()
+        self.matrices.copy_out(buffer, at, target, rows)
+
+    def tiles(self, name: str, part: _Part, slab: Any, *rows: Any) -> list[Any]:
+        """Return the pieces of a slab; called where they are used, so that no reference enters a loop of products."""
+        return self.matrices.tiles(getattr(self.memory, name), part.item.stage, slab, *rows)
+
+    def copied(self, name: str, part: _Part, slab: Any) -> list[Any]:
+        """Return the pieces of the rows that are copied; others may have any values."""
+        return self.tiles(name, part, slab, pl.ds(0, self.plan.rows(name)))
+
+    def pieces(self, name: str) -> int:
+        """Return their number."""
+        return self.matrices.count(self.plan.buffers[name])
+
+    def multiply_with_keys(self, total: Any, rows: str, keys: str, part: _Part) -> None:
+        """Start the product of the consumer's rows of a matrix and all rows of one by keys."""
+        size = self.plan.key_rows
+        for slab in range(self.plan.key_slabs):
+            columns = total if self.plan.key_slabs == 1 else total.at[:, slab * size : (slab + 1) * size]
+            self.matrices.multiply_transposed(columns, self.tiles(rows, part, part.slab), self.copied(keys, part, slab))
+
+    def multiply_by_keys(self, total: Any, left: jax.Array, keys: str, part: _Part) -> None:
+        """Start `total += left @ right`, where the rows of `right` are those of keys."""
+        for slab, columns in enumerate(self.slabs_of(left)):
+            self.matrices.multiply(total, columns, self.copied(keys, part, slab))
+
+    def slabs_of(self, x: jax.Array) -> list[jax.Array]:
+        """Return the columns of each slab of keys."""
+        size = self.plan.key_rows
+        return [x[:, i * size : (i + 1) * size] for i in range(self.plan.key_slabs)] if self.plan.key_slabs > 1 else [x]
+
+    def weights(self, part: _Part, products: jax.Array) -> _Weights:
+        """Return the weights, given the products of queries and keys."""
+        plan, rules, slope = self.plan, self.plan.rules, None
+        if rules.soft_cap is None:
+            logits = products * (rules.scale * LOG2_E)
+        else:
+            squashed = jnp.tanh(products * (rules.scale / rules.soft_cap))
+            logits, slope = squashed * (rules.soft_cap * LOG2_E), 1 - squashed * squashed
+        for condition in self._visible(part):
+            logits = jnp.where(condition, logits, -jnp.inf)
+        if self.inputs.hidden is not None:
+            hidden = self.inputs.hidden
+            at = (*broadcast_index(hidden, part.item.example, part.item.head), pl.ds(0, plan.columns))
+            by_key = plgpu.load(hidden.at[at], layout=WGMMA.reduce(0), optimized=False)
+            logits = jnp.where(lax.broadcast_in_dim(by_key, self.square, [1]) < 0, -jnp.inf, logits)
+        top = jnp.maximum(logits.max(axis=1), _LOWEST)
+        if self.inputs.sinks is not None:
+            own = part.item.example if self.inputs.sinks.shape[0] > 1 else 0
+            sink = jnp.maximum(self.inputs.sinks[own, part.item.head] * LOG2_E, _LOWEST)
+            top = jnp.maximum(top, sink)
+        weights = jnp.exp2(logits - along_rows(top, self.square))
+        total = weights.sum(axis=1)
+        empty = total == 0.0
+        if self.inputs.sinks is not None:
+            total, empty = total + jnp.exp2(sink - top), empty & (sink <= _LOWEST)
+        lse = jnp.where(empty, EMPTY_ROW_LSE, (top + jnp.log2(total)) * (1 / LOG2_E))
+        return _Weights(weights, jnp.where(empty, 0.0, 1 / total), lse, slope)
+
+    def _visible(self, part: _Part) -> list[jax.Array]:
+        """Return the conditions under which queries see keys."""
+        plan = self.plan
+        row, column = (plgpu.broadcasted_iota(jnp.int32, self.square, axis, layout=WGMMA) for axis in (0, 1))
+        first = part.slab * ROWS + (plan.keys - plan.queries)
+        conditions = within_window(plan.rules, row + first, column)
+        if plan.key_lengths:
+            # The maximum gives the length the type of values computed here, on any mesh axis that it varies over.
+            conditions.append(column < jnp.maximum(self.inputs.key_lengths[part.item.example], 0))
+        elif plan.keys < plan.columns:
+            conditions.append(column < plan.keys)
+        return conditions
+
+
+class _ForwardKernel(_AloneKernel):
+    """Outputs, and the log-sum-exp of whole slabs of queries."""
+
+    name = "attention_forward_alone"
+
+    def out_types(self, inputs: AloneInputs) -> list[jax.ShapeDtypeStruct]:
+        """See `_AloneKernel`."""
+        plan = self.plan
+        return [
+            jax.ShapeDtypeStruct((*inputs.query.shape[:3], inputs.value.shape[3]), plan.dtype),
+            jax.ShapeDtypeStruct((plan.batch, plan.heads, plan.team * ROWS), jnp.float32),
+        ]
+
+    def compute(self, part: _Part) -> None:
+        """See `_AloneKernel`."""
+
+        def products(scores: Any) -> Any:
+            self.multiply_with_keys(scores, "query", "key", part)
+            return self.backend.read(scores, pending=0)
+
+        found = self.weights(part, self.backend.with_accumulators(products, self.square))
+        # Rounded before the product starts, which reads the registers.
+        left = found.weights.astype(self.plan.dtype)
+        (out,) = self.backend.accumulate(
+            lambda sums: self.multiply_by_keys(sums[0], left, "value", part), zeros((ROWS, self.plan.value_dim))
+        )
+        self.memory.pipeline.consumer_release(part.item.stage)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous output must have left the buffer
+        rows = self.rows(part.item, part.slab)
+        out = out * along_rows(found.share, out.shape)
+        self.store(self.memory.out, (part.warpgroup,), out, self.outputs[0], rows)
+        self.outputs[1].at[part.item.example, part.item.head, pl.ds(part.slab * ROWS, ROWS)][...] = found.lse
+
+
+class _BackwardKernel(_AloneKernel):
+    """Gradients of query, key and value."""
+
+    name = "attention_backward_alone"
+
+    def out_types(self, inputs: AloneInputs) -> list[jax.ShapeDtypeStruct]:
+        """See `_AloneKernel`; each query head has gradients of keys and values, which XLA adds up for a key head."""
+        heads = self.plan.heads
+        return [jax.ShapeDtypeStruct((*x.shape[:2], heads, x.shape[3]), x.dtype) for x in inputs[:3]]
+
+    def compute(self, part: _Part) -> None:
+        """See `_AloneKernel`."""
+        plan, memory, stage = self.plan, self.memory, part.item.stage
+        weights, dscores = self._scores_gradient(part)
+        for slab, (one, other) in enumerate(zip(self.slabs_of(weights), self.slabs_of(dscores), strict=True)):
+            at = (part.team, slab, part.slab, slice(None), pl.ds(0, plan.key_rows))
+            memory.weights.at[at][...] = one
+            memory.dscores.at[at][...] = other
+        plgpu.commit_smem()  # products read shared memory through another path
+        self._await_team(memory.shared, part)
+        (dvalue,) = self.backend.accumulate(
+            lambda sums: self._multiply_by_queries(sums[0], memory.weights, "dout", part),
+            zeros((ROWS, plan.value_dim)),
+        )
+        rows = self.rows(part.item, part.slab)
+        factor = 2.0**-plan.raised
+        if self.inputs.factor is not None:
+            factor = factor * self.inputs.factor[part.item.example]
+        self.store(memory.value, (stage, part.slab), dvalue * factor, self.outputs[2], rows)
+
+        def products(sums: Any) -> None:
+            self.multiply_by_keys(sums[0], dscores, "key", part)
+            self._multiply_by_queries(sums[1], memory.dscores, "query", part)
+
+        dquery, dkey = self.backend.accumulate(products, *(zeros((ROWS, plan.head_dim)),) * 2)
+        self._await_team(memory.done, part)
+        self.store(memory.query, (stage, part.slab), dquery * (factor * plan.rules.scale), self.outputs[0], rows)
+        self.store(memory.key, (stage, part.slab), dkey * (factor * plan.rules.scale), self.outputs[1], rows)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        memory.pipeline.consumer_release(stage)
+
+    def _scores_gradient(self, part: _Part) -> tuple[jax.Array, jax.Array]:
+        """Return the weights, and the gradient of the products of queries and keys, in the operands' dtype."""
+        plan = self.plan
+
+        def products(scores: Any, pulls: Any) -> Any:
+            self.multiply_with_keys(scores, "query", "key", part)
+            self.multiply_with_keys(pulls, "dout", "value", part)
+            # The weights are computed while the second product is in flight.
+            pending = plan.key_slabs * self.pieces("value")
+            found = self.weights(part, self.backend.read(scores, pending=pending))
+            weights = found.weights * along_rows(found.share * 2.0**plan.raised, self.square)
+            return weights, self.backend.read(pulls, pending=0), found.slope
+
+        weights, pulls, slope = self.backend.with_accumulators(products, self.square, self.square)
+        delta = (weights * pulls).sum(axis=1) * 2.0**-plan.raised
+        dscores = weights * (pulls - along_rows(delta, self.square))
+        dscores = dscores if slope is None else dscores * slope
+        return weights.astype(plan.dtype), dscores.astype(plan.dtype)
+
+    def _multiply_by_queries(self, total: Any, scores: Any, rows: str, part: _Part) -> None:
+        """Start the product of the transposed scores of the consumer's keys, and all rows of queries."""
+        for slab in range(self.plan.team):
+            left = scores.at[part.team, part.slab, slab, pl.ds(0, self.plan.rows(rows))].transpose((1, 0))
+            self.matrices.multiply(total, left, self.copied(rows, part, slab))
+
+    def _await_team(self, barrier: Any, part: _Part) -> None:
+        if self.plan.team > 1:
+            plgpu.barrier_arrive(barrier.at[part.team])
+            plgpu.barrier_wait(barrier.at[part.team])

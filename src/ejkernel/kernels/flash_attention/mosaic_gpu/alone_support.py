@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short sequences, whose heads some consumer warpgroups compute alone: sizes, supported calls and launch parameters.
+
+The other kernels have a block of threads, or at least a tile of a persistent launch, for each head of each example.
+With thousands of short examples, nearly all of their time passes between tiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from ejkernel.kernels._hopper import MULTIPROCESSORS, SHARED_MEMORY
+from ejkernel.kernels.flash_attention.common import AttentionCall
+
+from .backward_plan import Buffer, padded_dim, shared_bytes
+from .params import BackwardParams, ForwardParams
+from .plan import ROWS, AttentionSizes, sizes_of
+
+_WIDEST = 128  # columns: wider matrices do not fit into the registers
+_FEW = 32  # rows; with 16, pieces would be half as wide
+_LONGEST = 2 * ROWS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AlonePlan(AttentionSizes):
+    """One launch.
+
+    Matrices are in slabs of 64 rows. A head has a team of consumers, one for each slab of queries; in the backward,
+    each of them also computes the gradients of a slab of keys.
+
+    Attributes:
+        dtype: Of the operands.
+        key_lengths: Whether examples have key lengths.
+        backward: Whether the launch computes gradients.
+        raised: As in `BackwardProblem`.
+        consumers: Consumer warpgroups.
+        stages: Heads in the shared memory of each team.
+    """
+
+    dtype: str
+    key_lengths: bool
+    backward: bool
+    raised: int
+    consumers: int
+    stages: int
+
+    @property
+    def team(self) -> int:
+        """Consumers of a team."""
+        return -(-(max(self.queries, self.keys) if self.backward else self.queries) // ROWS)
+
+    @property
+    def teams(self) -> int:
+        """Teams of a block of threads."""
+        return self.consumers // self.team
+
+    @property
+    def items(self) -> int:
+        """Heads of all examples."""
+        return self.batch * self.heads
+
+    @property
+    def programs(self) -> int:
+        """Blocks of threads."""
+        return min(MULTIPROCESSORS, self.items)
+
+    @property
+    def key_rows(self) -> int:
+        """Rows of a slab of keys that products take."""
+        return _rows(self.keys)
+
+    @property
+    def key_slabs(self) -> int:
+        """Slabs of keys."""
+        return self.team if self.backward else -(-self.keys // self.key_rows)
+
+    def slabs(self, name: str) -> int:
+        """Return the slabs of an operand."""
+        return self.key_slabs if name in ("key", "value") else self.team
+
+    def rows(self, name: str) -> int:
+        """Return the rows of a slab of an operand that are copied."""
+        return self.key_rows if name in ("key", "value") else _rows(self.queries)
+
+    @property
+    def columns(self) -> int:
+        """Keys of a matrix of scores."""
+        return self.key_slabs * self.key_rows
+
+    @property
+    def buffers(self) -> dict[str, Buffer]:
+        """The buffers in shared memory. Gradients leave through those of the operands."""
+        count = self.teams * self.stages
+        rows, keys = (count, self.team, ROWS), (count, self.key_slabs, ROWS)
+        # A product takes whole tiles: no piece has more columns than rows that are summed. And both factors have the
+        # same swizzle.
+        few = self.key_rows
+        if not self.backward:
+            return {
+                "query": Buffer((*rows, self.head_dim)),
+                "key": Buffer((*keys[:2], few, self.head_dim)),
+                "value": Buffer((*keys[:2], few, self.value_dim), columns=few),
+                "out": Buffer((self.consumers, ROWS, self.value_dim)),
+            }
+        few = min(few, self.rows("query"))
+        square = (self.teams, self.team, self.team, ROWS, ROWS)
+        return {
+            "query": Buffer((*rows, self.head_dim), columns=few),
+            "key": Buffer((*keys, self.head_dim), columns=few),
+            "value": Buffer((*keys, self.value_dim), columns=few),
+            "dout": Buffer((*rows, self.value_dim), columns=few),
+            "weights": Buffer(square, columns=math.gcd(few, self.value_dim)),
+            "dscores": Buffer(square, columns=math.gcd(few, self.head_dim)),
+        }
+
+
+def alone_plan(call: AttentionCall, params: ForwardParams | BackwardParams, raised: int | None = None) -> AlonePlan:
+    """Return the launch."""
+    return AlonePlan(
+        **sizes_of(call, padded_dim),
+        dtype=call.dtype,
+        key_lengths=call.key_lengths,
+        backward=isinstance(params, BackwardParams),
+        raised=raised or 0,
+        consumers=params.warpgroups,
+        stages=params.q_stages if isinstance(params, BackwardParams) else params.stages,
+    )
+
+
+def is_alone(params: ForwardParams | BackwardParams) -> bool:
+    """Return whether these kernels have parameters."""
+    return params.alone if isinstance(params, ForwardParams) else params.form == "alone"
+
+
+def alone_fault(call: AttentionCall, params: ForwardParams | BackwardParams) -> str | None:
+    """Return why these kernels do not run a call with these parameters; `None` if they do."""
+    name = "alone=True" if isinstance(params, ForwardParams) else "form='alone'"
+    reason = _reason(call)
+    if reason is not None:
+        return f"{name} {reason}"
+    if params != _params(call, params.warpgroups, alone_plan(call, params).stages):
+        return f"{name} takes warpgroups and stages, and the defaults of all other parameters; got {params}."
+    plan = alone_plan(call, params)
+    if params.warpgroups % plan.team:
+        return (
+            f"{name} takes a multiple of {plan.team} warpgroups for {call.query[1]} queries, got {params.warpgroups}."
+        )
+    needed = shared_bytes(plan.buffers)
+    if needed > SHARED_MEMORY:
+        return f"{params} needs {needed} bytes of shared memory; a block of threads has {SHARED_MEMORY}."
+    return None
+
+
+def alone_heuristic(call: AttentionCall) -> Any:
+    """Return good parameters of these kernels; `None` if they do not run the call, or others should be faster.
+
+    Up to 64 queries and keys, they took 0.11 to 0.96 of the others' time. Up to 128, forwards of 64 columns took 0.69
+    to 0.95 of it, but as long with more columns, 22 us instead of 19 with shared keys, and 3.4 instead of 2.7 with few
+    heads. Gradients took 0.35 to 0.68 of it with 64 columns, and 0.94 to 0.98 with more; but 14.8 us instead of 11.3
+    with few heads of 128 columns, and 494 instead of 382 with 64 queries and 128 keys. For a single query of heads that
+    share keys, cuDNN took 18 us, and these 31.
+    """
+    params, (batch, queries, heads, dim), own = next(alone_space(call), None), call.query, call.query[2] == call.key[2]
+    if params is None or (queries == 1 and not own):
+        return None
+    if alone_plan(call, params).team == 1:
+        return params
+    narrow, many = max(dim, call.value[3]) <= 64, batch * heads > MULTIPROCESSORS
+    if call.backward:
+        return params if narrow or (many and own and min(queries, call.key[1]) > ROWS) else None
+    return params if narrow and many and own else None
+
+
+def alone_space(call: AttentionCall) -> Iterator[Any]:
+    """Yield the parameters of these kernels that run a call, the best first."""
+    if _reason(call) is not None:
+        return
+    # With two consumers of 128 queries, three stages instead of two: 55 us instead of 59, 56 instead of 61, 82 instead
+    # of 87. With three consumers: 163 instead of 173 and 118 instead of 125, but 71 instead of 67, 212 instead of 200.
+    sizes = ((3, 2), (2, 3), (2, 2), (3, 1), (2, 1), (3, 3)) if not call.backward else ((3, 2), (2, 2), (3, 1), (2, 1))
+    for warpgroups, stages in sizes:
+        params = _params(call, warpgroups, stages)
+        if alone_fault(call, params) is None:
+            yield params
+
+
+def _params(call: AttentionCall, warpgroups: int, stages: int) -> ForwardParams | BackwardParams:
+    if call.backward:
+        return BackwardParams(form="alone", warpgroups=warpgroups, q_stages=stages)
+    return ForwardParams(alone=True, kv_block=ROWS, warpgroups=warpgroups, stages=stages)
+
+
+def _reason(call: AttentionCall) -> str | None:
+    """Return why these kernels do not run a call with any parameters; `None` if they do."""
+    rules = call.rules
+    given = {
+        "a bias": call.bias is not None,
+        "an attention mask that differs between queries": not _is_of_keys(call.attention_mask, call.key[1]),
+        "segment ids": call.segments,
+        "query_lengths": call.query_lengths,
+        "dropout": rules.dropout_rate > 0,
+        "a backward of partial keys": call.backward and rules.partial,
+    }
+    found = next((text for text, is_given in given.items() if is_given), None)
+    if found is not None:
+        return f"does not support {found}."
+    if max(call.query[1], call.key[1]) > _LONGEST:
+        return f"takes at most {_LONGEST} queries and keys, got {call.query[1]} and {call.key[1]}."
+    if max(call.query[3], call.value[3]) > _WIDEST:
+        return f"takes at most {_WIDEST} columns, got {call.query[3]} and {call.value[3]}."
+    return None
+
+
+def _rows(length: int) -> int:
+    return _FEW if length <= _FEW else ROWS
+
+
+def _is_of_keys(mask: tuple[int, ...] | None, keys: int) -> bool:
+    return mask is None or mask[2:] == (1, keys)

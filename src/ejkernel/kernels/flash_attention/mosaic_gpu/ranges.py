@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The range of cotangents in float16."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels._numbers import normalized
+from ejkernel.kernels.flash_attention.common import Operands, Rules
+
+
+def range_factor(operands: Operands, out: jax.Array | None, dout: jax.Array, rules: Rules) -> jax.Array:
+    """Return the power of two by which to divide the cotangent so that the scores' gradient fits in float16.
+
+    All gradients are linear in the cotangent. The kernels round the scores' gradient; it is at most twice the largest
+    product of a row of the cotangent and a value, and their norms limit that. The factor is 1 unless this limit is too
+    large; each example has its own, unless the gradient of a bias may be a sum over examples.
+    """
+    axes = (1, 2, 3) if operands.bias is None else (0, 1, 2, 3)
+
+    def largest_norm(x: jax.Array) -> jax.Array:
+        return jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(axis=3, keepdims=True).max(axis=axes, keepdims=True))
+
+    left, right = largest_norm(dout), largest_norm(operands.value)
+    if out is not None and rules.partial:  # otherwise the output is a mean of these values
+        right = jnp.maximum(right, largest_norm(out))
+    _, factor = normalized(left * right * 2.0**-14, ())
+    return jnp.maximum(factor, 1)

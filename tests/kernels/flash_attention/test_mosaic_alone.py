@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short sequences on Hopper, whose heads a consumer computes alone: simulated on a CPU, and refused elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from tests.kernels.attention_cases import Case
+
+from ejkernel import compat
+from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Operands, Rules, describe
+from ejkernel.kernels.flash_attention.mosaic_gpu import alone_support
+from ejkernel.kernels.flash_attention.mosaic_gpu.implementation import MosaicGpu
+from ejkernel.kernels.flash_attention.mosaic_gpu.params import BackwardParams, ForwardParams
+from ejkernel.kernels.flash_attention.reference import attention
+
+PLACE = {"platform": "gpu", "fingerprint": "gpu:nvidia_h200"}
+SHORT = Case(batch=3, queries=24, keys=24, heads=2, groups=2, head_dim=32, value_dim=32)
+CASES = {
+    "full": SHORT,
+    "causal": dataclasses.replace(SHORT, rules=Rules(scale=0.3, right=0)),
+    "window": dataclasses.replace(SHORT, queries=64, keys=64, rules=Rules(scale=0.3, left=7, right=2)),
+    "soft cap": dataclasses.replace(SHORT, rules=Rules(scale=0.3, soft_cap=1.5)),
+    "odd": dataclasses.replace(SHORT, queries=13, keys=37, head_dim=40, value_dim=72),
+    "two slabs": dataclasses.replace(SHORT, batch=2, queries=128, keys=128, rules=Rules(scale=0.3, right=0)),
+    "two odd slabs": dataclasses.replace(SHORT, queries=77, keys=101, value_dim=96),
+    "two slabs of keys": dataclasses.replace(SHORT, queries=16, keys=77),
+    "two slabs of queries": dataclasses.replace(SHORT, queries=120, keys=30),
+    "first queries see nothing": dataclasses.replace(SHORT, queries=20, keys=9, rules=Rules(scale=0.3, right=0)),
+}
+
+
+@pytest.fixture
+def interpret(monkeypatch):
+    """The simulation, where the kernels can be imported; teams compute several heads, and not all as many."""
+    if reason := compat.kernels.mosaic_gpu_reason():
+        pytest.skip(reason)
+    from jax.experimental.pallas import mosaic_gpu
+
+    monkeypatch.setattr(alone_support, "MULTIPROCESSORS", 2)
+    return mosaic_gpu.InterpretGPUParams(detect_races=True)
+
+
+def run(operands, rules, interpret, warpgroups=2, stages=1):
+    """Return output, log-sum-exp and gradients, and a cotangent."""
+    from ejkernel.kernels.flash_attention.mosaic_gpu.alone import backward_alone, forward_alone
+
+    rng = np.random.default_rng(1)
+    shape = (*operands.query.shape[:3], operands.value.shape[3])
+    dout = jnp.asarray(rng.standard_normal(shape), operands.query.dtype)
+    forward = ForwardParams(alone=True, kv_block=64, warpgroups=warpgroups, stages=stages)
+    backward = BackwardParams(form="alone", warpgroups=warpgroups, q_stages=stages)
+    found = forward_alone(operands, rules, forward, interpret=interpret)
+    return (*found, *backward_alone(operands, dout, rules, backward, interpret=interpret)[:3]), dout
+
+
+def expected_of(operands, rules, dout):
+    names = ("query", "key", "value")
+
+    def function(*arrays):
+        return attention(operands._replace(**dict(zip(names, arrays, strict=True))), rules)
+
+    wide = [getattr(operands, name).astype(jnp.float32) for name in names]
+    found, pull = jax.vjp(function, *wide)
+    return *found, *pull((dout.astype(jnp.float32), jnp.zeros_like(found[1])))
+
+
+def assert_alike(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        other = np.where(other == -np.inf, EMPTY_ROW_LSE, other)
+        np.testing.assert_allclose(one, other, rtol=0.03, atol=0.02 * max(1, np.abs(other[other > -1e30]).max()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_heads_are_right(interpret, name):
+    """Each team of consumers computes more than one head."""
+    case = CASES[name]
+    operands = case.operands("bfloat16")
+    found, dout = run(operands, case.rules, interpret)
+    assert_alike(found, expected_of(operands, case.rules, dout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"key_lengths": jnp.asarray([13, -(2**31), 99])},
+        {"sinks": jnp.asarray([0.5, -jnp.inf])},
+        {"sinks": jnp.asarray([4.0, -1.0]), "key_lengths": jnp.asarray([0, 24, 1])},
+        {"attention_mask": jnp.asarray(np.random.default_rng(0).random((3, 2, 1, 24)) < 0.5).at[1].set(False)},
+        {"attention_mask": (jnp.arange(24) % 3 > 0)[None, None, None]},
+    ],
+)
+def test_hidden_keys_and_sinks(interpret, more):
+    operands = SHORT.operands("bfloat16")._replace(**more)
+    found, dout = run(operands, SHORT.rules, interpret)
+    assert_alike(found, expected_of(operands, SHORT.rules, dout))
+
+
+@pytest.mark.slow
+def test_heads_share_keys(interpret):
+    case = dataclasses.replace(SHORT, heads=6, rules=Rules(scale=0.3, right=0))
+    operands = case.operands("bfloat16")
+    found, dout = run(operands, case.rules, interpret, warpgroups=3, stages=2)
+    assert_alike(found, expected_of(operands, case.rules, dout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("raised", [None, 8])
+def test_float16_gradients_keep_their_digits(interpret, raised):
+    """Unless raised, examples have factors of their own, and the scores' gradient of the first exceeds 65,504."""
+    from ejkernel.kernels.flash_attention.mosaic_gpu.alone import backward_alone
+
+    operands = SHORT.operands("float16")
+    if raised is None:
+        operands = operands._replace(query=operands.query * 0.05, key=operands.key * 0.02, value=operands.value * 600)
+    sizes = jnp.asarray([1000, 1, 1] if raised is None else [0.1, 0.1, 0.1], "float16")
+    dout = jnp.asarray(np.random.default_rng(1).standard_normal(operands.query.shape), "float16")
+    dout = dout * sizes[:, None, None, None]
+    params = BackwardParams(form="alone", warpgroups=2, q_stages=1)
+    found = backward_alone(operands, dout, SHORT.rules, params, raised=raised, interpret=interpret)[:3]
+    for one, other in zip(found, expected_of(operands, SHORT.rules, dout)[2:], strict=True):
+        norms = jnp.linalg.norm((one - other).reshape(3, -1), axis=1) / jnp.linalg.norm(other.reshape(3, -1), axis=1)
+        assert norms.max() < 2e-3
+
+
+@pytest.mark.slow
+def test_examples_of_vmap_have_their_own_sinks(interpret):
+    """The sinks of one example would change the weights of others."""
+    from ejkernel.kernels.flash_attention.mosaic_gpu.alone import forward_alone
+
+    operands = dataclasses.replace(SHORT, batch=1).operands("bfloat16")
+    params = ForwardParams(alone=True, kv_block=64, stages=1)
+    sinks = jnp.asarray([[0.5, -jnp.inf], [4.0, 1.0]])
+
+    def attend(own):
+        return forward_alone(operands._replace(sinks=own), SHORT.rules, params, interpret=interpret)[0]
+
+    found = jax.vmap(attend)(sinks)
+    for own, out in zip(sinks, found, strict=True):
+        expected, _ = attention(operands._replace(sinks=own), SHORT.rules)
+        np.testing.assert_allclose(out.astype("float32"), expected.astype("float32"), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.slow
+def test_slices_of_heads_have_their_sinks(interpret, monkeypatch):
+    """The gradient computes the softmax again; a float32 gradient may be computed in slices of heads."""
+    from ejkernel.kernels.flash_attention.mosaic_gpu import slices
+
+    monkeypatch.setattr(slices, "MOST_ROWS", 2 * SHORT.queries)
+    case = dataclasses.replace(SHORT, heads=4, groups=1)
+    operands = case.operands("float32")._replace(sinks=jnp.asarray([3.0, 0.0, 1.0, -jnp.inf]))
+    out, lse = attention(operands, case.rules)
+    dout = jnp.asarray(np.random.default_rng(1).standard_normal(out.shape), "float32")
+    params = BackwardParams(form="alone", warpgroups=2, q_stages=1)
+    found = slices.backward_in_slices(operands, (out, lse), dout, case.rules, params, interpret=interpret)
+    for one, other in zip(found[:3], expected_of(operands, case.rules, dout)[2:], strict=True):
+        np.testing.assert_allclose(one, other, rtol=5e-3, atol=5e-3)
+
+
+def call_of(case, *, backward=False, dtype="bfloat16", rules=None):
+    return describe(case.types(dtype), rules or case.rules, **PLACE, backward=backward)
+
+
+SMALL = {"batch": 64, "heads": 12, "groups": 12, "head_dim": 64, "value_dim": 64}
+LONG = SMALL | {"queries": 100, "keys": 100}
+WIDE = LONG | {"head_dim": 128, "value_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "forward", "backward"),
+    [
+        (SMALL, True, True),
+        (SMALL | {"groups": 4}, True, True),
+        (LONG, True, True),
+        (LONG | {"batch": 1}, False, True),
+        (LONG | {"groups": 4}, False, True),
+        (WIDE, False, True),
+        (WIDE | {"batch": 1}, False, False),
+        (WIDE | {"groups": 4}, False, False),
+        (WIDE | {"queries": 64}, True, False),
+        (SMALL | {"queries": 1}, True, True),
+        (SMALL | {"queries": 1, "groups": 4}, False, False),
+    ],
+)
+def test_heads_are_computed_alone_where_that_was_faster(sizes, forward, backward):
+    case = dataclasses.replace(SHORT, **sizes)
+    assert MosaicGpu().heuristic(call_of(case)).alone is forward
+    assert (MosaicGpu().heuristic(call_of(case, backward=True)).form == "alone") is backward
+    if forward:
+        assert MosaicGpu().preference(call_of(case)) == 1
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("sizes", [{}, {"queries": 100, "keys": 128, "head_dim": 128}, {"keys": 9, "value_dim": 8}])
+def test_the_space_has_parameters_of_both_kinds(sizes, backward):
+    call = call_of(dataclasses.replace(SHORT, **sizes), backward=backward)
+    space = list(MosaicGpu().space(call))
+    assert MosaicGpu().heuristic(call) in space
+    assert {alone_support.is_alone(params) for params in space} == {False, True}
+    assert [MosaicGpu().params_fault(call, params) for params in space] == [None] * len(space)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ({"queries": 129}, "at most 128 queries and keys, got 129 and 24"),
+        ({"value_dim": 136}, "at most 128 columns, got 32 and 136"),
+        ({"bias": (1, 2, 24, 24)}, "does not support a bias"),
+        ({"mask": (1, 2, 24, 24)}, "does not support an attention mask that differs between queries"),
+        ({"segments": True}, "does not support segment ids"),
+        ({"rules": Rules(scale=0.3, dropout_rate=0.5)}, "does not support dropout"),
+    ],
+)
+def test_other_calls_are_refused(case, message):
+    case = dataclasses.replace(SHORT, **case)
+    for backward in (False, True):
+        params = BackwardParams(form="alone") if backward else ForwardParams(alone=True, kv_block=64)
+        assert message in MosaicGpu().params_fault(call_of(case, backward=backward), params)
+        assert not list(alone_support.alone_space(call_of(case, backward=backward)))
+
+
+def test_partial_keys_have_other_gradients():
+    """The kernels compute the softmax again, over the keys that they have."""
+    rules = Rules(scale=0.3, partial=True)
+    fault = MosaicGpu().params_fault(call_of(SHORT, backward=True, rules=rules), BackwardParams(form="alone"))
+    assert "a backward of partial keys" in fault
+    assert MosaicGpu().heuristic(call_of(SHORT, rules=rules)).alone
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (ForwardParams(alone=True), "takes warpgroups and stages, and the defaults of all other parameters"),
+        (ForwardParams(alone=True, kv_block=64, warpgroups=3), "a multiple of 2 warpgroups for 100 queries, got 3"),
+        (ForwardParams(alone=True, kv_block=64, stages=8), "bytes of shared memory"),
+    ],
+)
+def test_other_parameters_are_refused(params, message):
+    case = dataclasses.replace(SHORT, queries=100, keys=100, head_dim=128)
+    assert message in MosaicGpu().params_fault(call_of(case), params)
+
+
+STRICT = {"numpy_rank_promotion": "raise", "numpy_dtype_promotion": "strict"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "settings"), [("bfloat16", STRICT), ("float16", {"enable_x64": True})])
+def test_it_is_lowered_inside_shard_map_under_strict_settings(interpret, dtype, settings):
+    """For CUDA, which builds the whole kernel and checks its layouts; no GPU is needed."""
+    del interpret
+    from ejkernel.kernels.flash_attention.mosaic_gpu.alone import backward_alone, forward_alone
+
+    case = dataclasses.replace(SHORT, batch=4, queries=50, keys=100, mask=(4, 2, 1, 100), rules=Rules(scale=1, right=3))
+    types = case.types(dtype)
+    types = types._replace(
+        sinks=jax.ShapeDtypeStruct((2,), jnp.float32), key_lengths=jax.ShapeDtypeStruct((4,), "int32")
+    )
+    given = {name: x for name, x in types._asdict().items() if x is not None}
+    specs = {name: P() if name == "sinks" else P("x") for name in given}
+
+    def run(given):
+        operands = Operands(**given)
+        out, lse = forward_alone(operands, case.rules, ForwardParams(alone=True, kv_block=64))
+        gradients = backward_alone(operands, out, case.rules, BackwardParams(form="alone", q_stages=1))
+        return out, lse, *gradients[:3]
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=P("x"), check_vma=True)
+    with contextlib.ExitStack() as stack:
+        for name, setting in settings.items():
+            stack.enter_context(getattr(jax, name)(setting))
+        text = jax.jit(sharded).trace(given).lower(lowering_platforms=("cuda",)).as_text()
+    assert "attention_forward_alone" in text
+    assert "attention_backward_alone" in text
