@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import hypothesis.strategies as st
@@ -104,7 +105,7 @@ def test_an_integer_cache_without_a_scale_warns():
 def test_pages_are_copied_within_the_cache():
     cache = jnp.arange(4 * PAGE * 2 * 2, dtype=jnp.float32).reshape(4, PAGE, 1, 2, 2)
     before = np.asarray(cache)
-    after = np.asarray(copy_pages(cache, jnp.array([1, 0, 2]), jnp.array([3, -1, 9])))
+    after = np.asarray(copy_pages(cache, jnp.array([1, 0, 2, -1, 4]), jnp.array([3, -1, 9, 0, 1])))
     np.testing.assert_array_equal(after, before[[0, 1, 2, 1]])
     assert copy_pages(cache[:0], jnp.array([1]), jnp.array([0])).shape == (0, PAGE, 1, 2, 2)
 
@@ -240,3 +241,13 @@ def test_a_pool_shows_its_pages_and_sequences():
     pool = PagePool(pages=4, page_size=16)
     pool.allocate(20)
     assert repr(pool) == "PagePool(pages=4, page_size=16, free_pages=2, sequences=1)"
+
+
+def test_a_copied_pool_is_independent():
+    pool = PagePool(pages=4, page_size=16)
+    pool.allocate(20)
+    other = copy.copy(pool)
+    other.free(other.allocate(20))
+    other.extend(0, 16)
+    assert (pool.sequences, pool.length(0), pool.free_pages) == ((0,), 20, 2)
+    assert (other.sequences, other.length(0), other.free_pages) == ((0,), 36, 1)

@@ -136,6 +136,14 @@ def test_returned_log_sum_exp_has_a_gradient_and_accuracy_counts_hits():
     assert [0, 0, *[1] * 8] == hits.reshape(-1).tolist()
 
 
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_a_label_without_a_column_is_no_hit_whatever_the_sign_of_the_logits(sign):
+    x, weight, labels = jnp.ones((3, 2)), sign * jnp.ones((2, 4)), jnp.array([0, 4, -1])
+    for reduction, expected in (("none", [1, 0, 0]), ("mean", 1 / 3)):
+        found = linear_cross_entropy(x, weight, labels, reduction=reduction, return_accuracy=True)[1]
+        np.testing.assert_allclose(found, expected)
+
+
 @pytest.mark.parametrize("cfg", [ROWS, COLUMNS], ids=["rows", "vocabulary"])
 def test_bfloat16_is_as_exact_as_its_operands(cfg):
     x, weight, labels, _ = make((96,), 64, 512, "bfloat16", scale=0.3)

@@ -363,6 +363,7 @@ def test_a_row_of_padding_has_no_keys():
         ({"distribution": jnp.ones(3)}, r"distribution must be an integer array .*; got float32\[3\]"),
         ({"sm_scale": "a"}, "sm_scale must be a positive number or None, got 'a'"),
         ({"q_scale": -1}, "q_scale must be a positive number or None, got -1"),
+        ({"attention_sink": jnp.ones(3)}, r"attention_sink must be .* \[heads\] = \(2,\); got float32\[3\]"),
         ({"use_causal_mask": 3}, "use_causal_mask must be True or False, got 3"),
         ({"update_kv_cache": None}, "update_kv_cache must be True or False, got None"),
         ({"sm_scal": 1.0}, "ragged_paged_attention has no argument `sm_scal`; did you mean `sm_scale=`?"),

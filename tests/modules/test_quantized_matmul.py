@@ -76,6 +76,13 @@ def test_random_rounding_has_the_right_mean():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_a_key_of_old_style_rounds_as_that_of_new_style(impl):
+    key = jax.random.key(3, impl=impl)
+    new, old = (quantize(normal(3, 8), stochastic=k).values for k in (key, jax.random.key_data(key)))
+    np.testing.assert_array_equal(new, old)
+
+
 def test_zeros_stay_zero_and_nan_spoils_its_block_alone():
     x = jnp.zeros((3, 8)).at[1, 2].set(jnp.nan).at[2, 0].set(jnp.inf).at[2, 7].set(3.0)
     for dtype in ROUNDING:
@@ -140,6 +147,14 @@ def test_a_last_block_may_be_shorter():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("block", [100, 1 << 40])
+def test_a_block_longer_than_its_axis_needs_no_padding(block):
+    x = normal(3, 8)
+    found = quantize(x, block=(None, block), axis=(0, 1))
+    assert (found.block, found.scale.shape) == ((None, block), (1, 1))
+    np.testing.assert_array_equal(found.dequantize(), quantize(x, axis=None).dequantize())
+
+
 def test_quantised_arrays_pass_through_jit_vmap_and_scan():
     x, made = normal(3, 4, 256), quantize(normal(3, 4, 256), block=(1, 128), axis=(1, 2))
     assert made.block == (1, 1, 128)

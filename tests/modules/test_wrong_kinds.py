@@ -54,6 +54,9 @@ OTHERS = [
     object(),
     2.5,
     jax.ShapeDtypeStruct((3,), X.dtype),
+    np.array([None, "text"]),
+    np.ma.masked_array(np.ones(3, np.float32), mask=True),
+    np.ones(3, np.longdouble),
 ]
 
 

@@ -15,14 +15,17 @@ from ejkernel.kernels._numbers import is_number
 from ejkernel.ops.errors import ArgumentError, ConfigError
 from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.values.scalars import Takes, given_text, python_numbers
-from ejkernel.ops.utils.values.signature import is_array, is_known
+from ejkernel.ops.utils.values.signature import array_fault, is_array, is_known
 
 POSITIVE: Final = range(1, 1 << 62)
 
 
 def check_values(**arrays: Any) -> None:
-    """Raise an `ArgumentError` if an argument is a type without values."""
+    """Raise an `ArgumentError` if an argument is a type without values, or an array that JAX does not support."""
     for name, array in arrays.items():
+        fault = array_fault(array)
+        if fault:
+            raise ArgumentError(f"{name} is {fault}")
         if isinstance(array, jax.ShapeDtypeStruct):
             raise ArgumentError(
                 f"{name} is a type without values, {type_text(array)}; pass an array, or use types with jax.eval_shape "
@@ -85,12 +88,12 @@ def canonical_scale(scale: Any, head_dim: Any) -> float:
     return float(head_dim) ** -0.5 if found is None else found
 
 
-def canonical_sinks(sinks: Any, heads: int) -> Any:
-    """Return the logits of the attention sinks, `[heads]`."""
+def canonical_sinks(sinks: Any, heads: int, name: str = "sinks") -> Any:
+    """Return the logits of the attention sinks, `[heads]`; `name` is that of the argument, for messages."""
     if sinks is None:
         return None
     if not is_array(sinks) or not jnp.issubdtype(sinks.dtype, jnp.floating) or tuple(sinks.shape) != (heads,):
-        raise ArgumentError(f"sinks must be a floating-point array [heads] = {(heads,)}; got {type_text(sinks)}.")
+        raise ArgumentError(f"{name} must be a floating-point array [heads] = {(heads,)}; got {type_text(sinks)}.")
     return sinks
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -86,9 +87,9 @@ def copy_pages(kv_pages: Pages, sources: Int[Array, " copies"], targets: Int[Arr
 
     Args:
         kv_pages: The cache, as for `paged_attention`.
-        sources: The pages to read.
-        targets: The pages to write. Targets outside the cache, such as -1, are not written: pad with them, so that all
-            steps have one shape.
+        sources: The pages to read. A copy from a page outside the cache is left out.
+        targets: The pages to write. A copy to a page outside the cache, such as -1, is left out: pad with these, so
+            that all steps have one shape.
 
     Returns:
         The cache with the copies.
@@ -157,6 +158,10 @@ class PagePool:
             f"PagePool(pages={len(self._users)}, page_size={self.page_size}, free_pages={self.free_pages}, "
             f"sequences={len(self._sequences)})"
         )
+
+    def __copy__(self) -> PagePool:
+        """Return an independent pool: one that shared sequences and pages with this one would give a page twice."""
+        return copy.deepcopy(self)
 
     @property
     def free_pages(self) -> int:

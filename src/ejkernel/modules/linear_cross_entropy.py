@@ -455,7 +455,8 @@ def _averaging(factors: jax.Array, weights: jax.Array) -> jax.Array:
 
 def _accuracy(found: Statistics, tokens: _Tokens, reduction: str) -> jax.Array:
     top = found.label if found.max is None else found.max
-    hits = ((found.label >= top) & (tokens.weights != 0)).astype(tokens.weights.dtype)
+    # the factor of a token whose label is no column is NaN, and its logit is 0, which may be the largest
+    hits = ((found.label >= top) & (tokens.weights != 0) & ~jnp.isnan(tokens.factors)).astype(tokens.weights.dtype)
     if reduction == "none":
         return hits
     return (hits * _averaging(tokens.weights, tokens.weights)).sum()

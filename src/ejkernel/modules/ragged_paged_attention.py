@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ejkernel.kernels._options import canonical_flag, check_values, positive, type_text, within_32_bits
+from ejkernel.kernels._options import canonical_flag, canonical_sinks, check_values, positive, type_text, within_32_bits
 from ejkernel.kernels.paged_attention import _arguments as arguments
 from ejkernel.ops.core.types import Flag, Number
 from ejkernel.ops.errors import ArgumentError
@@ -93,10 +93,9 @@ def ragged_paged_attention(  # noqa: PLR0917 - the order of the kernels for TPUs
         if not is_array(array) or len(array.shape) != 3:
             rest = ", or pass update_kv_cache=False if the cache has them" * (name != "queries")
             raise ArgumentError(f"{name} must be an array [tokens, heads, head_dim]; got {type_text(array)}{rest}.")
+    canonical_sinks(attention_sink, queries.shape[1], "attention_sink")
     check_values(keys=keys, values=values, distribution=distribution)
     check_values(kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens)
-    for array in kv_cache if isinstance(kv_cache, tuple | list) else [kv_cache]:
-        check_values(kv_cache=array)
     kv_pages = _joined(kv_cache)
     head_dim, padded = queries.shape[-1], kv_pages.shape[-1]
     window = _window(python_numbers(sliding_window, Takes.NUMBERS))
@@ -148,6 +147,8 @@ def _check(kv_cache: Any, distribution: Any, use_causal_mask: Any) -> None:
             "last, or a pair of arrays [pages, page_size, kv_heads, head_dim]; got "
             f"{', '.join(map(type_text, [kv_cache] if pair is None else pair))}."
         )
+    for array in [kv_cache] if pair is None else pair:
+        check_values(kv_cache=array)
 
 
 def _check_batch(kv_lens: Any, page_indices: Any, cu_q_lens: Any) -> None:

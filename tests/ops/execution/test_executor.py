@@ -160,6 +160,38 @@ def test_a_repeated_call_is_not_traced_again(executor, cfg):
     assert kernel.traces == before
 
 
+@pytest.mark.parametrize("option", [0.0, 3.0])
+def test_constants_in_a_trace_are_taken_after_a_signed_zero(executor, option):
+    kernel = Sign()
+    executor(kernel, X, option=-0.0)
+    found = jax.jit(lambda n: n * executor(kernel, X, option=option))(2.0)
+    np.testing.assert_array_equal(found, 2 * (X + 1))
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.array([None] * 8), "scale is a NumPy array of dtype object, .* np.asarray"),
+        (np.array(["text"] * 8), "scale is a NumPy array of dtype <U4, .* np.asarray"),
+        (np.ma.masked_array(np.ones(8, np.float32), mask=True), "scale is a masked array .* filled"),
+    ],
+    ids=["objects", "text", "masked"],
+)
+def test_arrays_that_jax_does_not_support_are_named(executor, value, message, calls):
+    kernel = Everything()
+    for _ in range(calls):
+        executor(kernel, X, np.ones(8, np.float32))
+    with pytest.raises(ArgumentError, match=message):
+        executor(kernel, X, value)
+
+
+def test_arrays_on_different_devices_are_named(executor, mesh):
+    first, second = (jax.device_put(X, device) for device in mesh.devices.ravel()[:2])
+    with pytest.raises(ArgumentError, match="the same devices, got tree on cpu:0 and scale on cpu:1; use"):
+        executor(Everything(), first, second)
+
+
 def test_a_positional_parameter_may_be_given_by_keyword(executor):
     assert executor(Everything(), X, scale=3)[1] == 3
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.extend.random
 import jax.numpy as jnp
 import numpy as np
 
@@ -208,16 +209,20 @@ def canonical_dropout(rate: Any, key: Any) -> tuple[float, Any]:
     if not is_array(key):
         raise ArgumentError(f"dropout_key must be a key of jax.random, got {type(key).__name__}.")
     is_typed = compat.tracing.dtypes.issubdtype(key.dtype, compat.tracing.dtypes.prng_key)
-    if tuple(key.shape) != (() if is_typed else (2,)) or not (is_typed or key.dtype == np.uint32):
+    shapes = ((),) if is_typed else ((2,), (4,))  # keys of `rbg` are four words
+    if tuple(key.shape) not in shapes or not (is_typed or key.dtype == np.uint32):
         raise ArgumentError(f"dropout_key must be one key, as of jax.random.key(seed); got {_shown((key,))}.")
-    return float(rate), _two_words(key) if is_typed else key
+    return float(rate), key if tuple(key.shape) == (2,) else _two_words(key)
 
 
 def _two_words(key: Any) -> Any:
     if isinstance(key, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((2,), jnp.uint32)
-    words = jax.random.key_data(key).reshape(-1, 2)
-    return words[0] if words.shape[0] == 1 else words[0] ^ words[1]  # keys of `rbg` are four words
+    words = jnp.asarray(key) if key.dtype == np.uint32 else jax.random.key_data(key)
+    if words.shape == (2,):
+        return words
+    # The halves of an `rbg` key are often equal, so their sum or difference would be the same for all keys.
+    return jax.extend.random.threefry_2x32((words[0], words[1]), words[2:])
 
 
 def canonical_window(window: Any, causal: Any) -> tuple[bool, tuple[int | None, int | None] | None]:

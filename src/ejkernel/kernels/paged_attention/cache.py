@@ -58,10 +58,12 @@ def _quantised(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.A
 
 def copied(kv_pages: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
     """Return the cache with the pages `sources` at `targets`; see `ejkernel.modules.copy_pages`."""
-    if not kv_pages.shape[0]:
+    count = kv_pages.shape[0]
+    if not count:
         return kv_pages
-    targets = jnp.where(targets < 0, kv_pages.shape[0], targets)
-    new = from_bits(as_bits(kv_pages)[jnp.clip(sources, 0, kv_pages.shape[0] - 1)], kv_pages.dtype)
+    # A copy from a page that does not exist is dropped: a clamped index would copy another sequence.
+    targets = jnp.where((targets < 0) | (sources < 0) | (sources >= count), count, targets)
+    new = from_bits(as_bits(kv_pages)[jnp.clip(sources, 0, count - 1)], kv_pages.dtype)
     return _written(kv_pages, (targets,), new)
 
 

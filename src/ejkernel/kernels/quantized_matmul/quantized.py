@@ -32,6 +32,7 @@ from ejkernel.ops.utils.values.signature import is_array, is_known
 Block = tuple[int | None, ...]
 LARGEST: Final = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}  # the values quantised numbers reach
 _MANTISSA: Final = {"float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14)}  # stored bits, and the least normal exponent
+_KEYS: Final = {(2,): "threefry2x32", (4,): "rbg"}  # generators of old-style keys, by shape
 SCALE_DTYPES: Final = ("float32", "bfloat16")
 
 
@@ -167,7 +168,7 @@ def quantize(
         raise ArgumentError(
             f"stochastic must be one PRNG key or False, got {value_text(stochastic)}; pass jax.random.key(seed)."
         )
-    key = () if stochastic is False else (stochastic,)
+    key = () if stochastic is False else (_typed(stochastic),)
     check_values(x=x)
     x = jnp.asarray(x)
     _check_shards(x, blocks)
@@ -242,13 +243,18 @@ def _largest(x: jax.Array, block: Block) -> jax.Array:
     found = jax.lax.bitcast_convert_type(jnp.abs(x), f"int{8 * x.dtype.itemsize}")
     # One axis at a time: JAX splits no two axes at once that are sharded over explicit mesh axes.
     for axis, (size, b) in enumerate(zip(x.shape, block, strict=True)):
-        count, b = (1, max(size, 1)) if b is None else (-(-size // b), b)
+        count, b = (1, max(size, 1)) if b is None else (-(-size // b), _within(b, size))
         if b > 1 or not size:
             padding = [(0, 0)] * x.ndim
             padding[axis] = (0, count * b - size)
             split = (*found.shape[:axis], count, b, *found.shape[axis + 1 :])
             found = jnp.max(jnp.pad(found, padding).reshape(split), axis + 1)
     return jax.lax.bitcast_convert_type(found, x.dtype)
+
+
+def _within(block: int, size: Any) -> int:
+    """Return the block, or the axis if that is shorter: a longer block would only be padding."""
+    return min(block, max(size, 1)) if is_known(size) else block
 
 
 def _check_shards(x: jax.Array, block: Block) -> None:
@@ -268,6 +274,7 @@ def spread(scale: jax.Array, shape: Sequence[int], block: Block) -> jax.Array:
     """Return scales with an entry for each element, or of length 1 along axes where all elements share one."""
     for axis, (size, b) in enumerate(zip(shape, full_block(block, len(shape)), strict=True)):
         if b not in (None, 1):
+            b = _within(b, size)
             # `jnp.repeat` refuses axes sharded over explicit mesh axes.
             wide = jnp.broadcast_to(
                 jnp.expand_dims(scale, axis + 1), (*scale.shape[: axis + 1], b, *scale.shape[axis + 1 :])
@@ -413,7 +420,13 @@ def _is_key(key: Any) -> bool:
     if not is_array(key):
         return False
     typed = bool(jnp.issubdtype(key.dtype, jax.dtypes.prng_key))
-    return (typed or key.dtype == np.uint32) and len(key.shape) == (0 if typed else 1)
+    return tuple(key.shape) == () if typed else key.dtype == np.uint32 and tuple(key.shape) in _KEYS
+
+
+def _typed(key: Any) -> Any:
+    """Return a key of old style, an array of words, as one of new style."""
+    words = tuple(key.shape)
+    return jax.random.wrap_key_data(key, impl=_KEYS[words]) if words else key
 
 
 def _is_size(size: Any) -> bool:

@@ -13,7 +13,7 @@ import math
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from ejkernel.ops.core.kernel import Kernel, with_python_numbers
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.identity import identity, identity_of_node, token_of
-from ejkernel.ops.utils.values.signature import as_array, is_array, wraps_array
+from ejkernel.ops.utils.values.signature import array_fault, as_array, is_array, wraps_array
 from ejkernel.ops.utils.weak_caches import Bounded, PerObject
 
 Plan = Callable[..., Any]
@@ -131,6 +131,36 @@ def _has_a_type(kernel: Kernel[Cfg, Out], args: Sequence[object], kwargs: Mappin
         f"{kernel.op_id}: {name} is a type without values, {array.dtype}{list(array.shape)}; pass an array, or use "
         "types with jax.eval_shape, jax.jit(...).lower or explain."
     )
+
+
+def raise_if_unusable(
+    kernel: Any, args: Sequence[object], kwargs: Mapping[str, object], error: TypeError | ValueError
+) -> None:
+    """Raise if a call failed because JAX does not support its arrays; JAX's own errors name no argument.
+
+    Raises:
+        ArgumentError: JAX does not support an array, or arrays are on different devices.
+    """
+    if not isinstance(kernel, Kernel):
+        return
+    is_of_devices = "incompatible devices" in str(error)
+    devices: dict[Any, str] = {}
+    for path, leaf in jax.tree.leaves_with_path((args, kwargs)):
+        fault = array_fault(leaf)
+        if fault:
+            raise ArgumentError(f"{leaf_name(kernel, path)} is {fault}") from None
+        if is_of_devices and isinstance(leaf, compat.tracing.ArrayImpl) and leaf.committed:
+            devices.setdefault(frozenset(leaf.devices()), leaf_name(kernel, path))
+    if len(devices) > 1:
+        where = " and ".join(f"{name} on {_shown(held)}" for held, name in devices.items())
+        raise ArgumentError(f"arrays must be on the same devices, got {where}; use jax.device_put.") from None
+
+
+def _shown(devices: Collection[Any]) -> str:
+    """Return a few of the devices for a message."""
+    numbers = sorted(device.id for device in devices)
+    some = ", ".join(map(str, numbers[:4])) + ", ..." * (len(numbers) > 4)
+    return f"{next(iter(devices)).platform}:{some}"
 
 
 def _redirect_to_scan(plans: Plans, kernel: weakref.ref[Any]) -> Plan:

@@ -44,7 +44,7 @@ from ejkernel.ops.errors import (
 )
 from ejkernel.ops.execution.body import ResolvedCall, digest_of, runnable, trace_with
 from ejkernel.ops.execution.discovery import discover
-from ejkernel.ops.execution.eager import NotByEquality, Plans, Traced, is_static
+from ejkernel.ops.execution.eager import NotByEquality, Plans, Traced, is_static, raise_if_unusable
 from ejkernel.ops.execution.explain import Explanation, Explanations, explain_call
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.error_text import where
@@ -117,15 +117,19 @@ class Executor(Generic[Cfg, Out]):
 
     def call(self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None) -> Out:
         """Run `kernel`, as `executor(kernel, *args, cfg=cfg, **kwargs)` does."""
-        if cfg is None and (table := self._tables.get(id(kernel))) is not None:
-            plan = table[0].get((*map(type, args), *kwargs, *map(type, kwargs.values())))
-            # The second time, an eager call costs only two table lookups and the call of a jitted function.
-            if plan is not None:
-                try:
-                    return cast(Out, plan(*args, **kwargs))
-                except NotByEquality:
-                    pass
-        return self._call(kernel, args, kwargs, cfg)
+        try:
+            if cfg is None and (table := self._tables.get(id(kernel))) is not None:
+                plan = table[0].get((*map(type, args), *kwargs, *map(type, kwargs.values())))
+                # The second time, an eager call costs only two table lookups and the call of a jitted function.
+                if plan is not None:
+                    try:
+                        return cast(Out, plan(*args, **kwargs))
+                    except (NotByEquality, Traced):
+                        pass
+            return self._call(kernel, args, kwargs, cfg)
+        except (TypeError, ValueError) as error:
+            raise_if_unusable(kernel, args, kwargs, error)
+            raise
 
     @frames_hidden
     def choose_config(

@@ -62,6 +62,23 @@ def is_inexact(value: HasType) -> bool:
     return bool(jnp.issubdtype(value.dtype, jnp.inexact))
 
 
+def array_fault(value: object) -> str:
+    """Return what is wrong with a NumPy array that JAX does not support, and what to do; empty for any other value."""
+    if not isinstance(value, np.ndarray):
+        return ""
+    if isinstance(value, np.ma.MaskedArray):
+        return "a masked array of NumPy, which JAX does not support; pass its filled() and, if needed, the mask."
+    try:
+        jax.typeof(value)
+    except TypeError:
+        kind = value.dtype
+    else:
+        return ""
+    numeric = kind.kind in "biufc" and not kind.isnative
+    fix = "x.astype(x.dtype.newbyteorder())" if numeric else "e.g. np.asarray(x, np.float32)"
+    return f"a NumPy array of dtype {kind}, which JAX does not support; pass {fix}."
+
+
 def wraps_array(value: object) -> bool:
     """Return whether `value` wraps an array (it has `__jax_array__`), e.g. a parameter of a model."""
     return hasattr(type(value), "__jax_array__") and not isinstance(value, _ARRAYS)
