@@ -6,6 +6,8 @@ The import takes more than a second, so tests that start many programs use this 
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -14,12 +16,16 @@ import warnings
 
 import jax  # noqa: F401 - imported for the forks
 
-import ejkernel.cli.app  # noqa: F401
-import ejkernel.modules  # noqa: F401
+# Commands import their modules only when they run, so each fork would.
+for _name in ("cli.app", "cli.elsewhere", "cli.explain", "cli.report_page", "cli.show", "cli.tune", "modules"):
+    importlib.import_module(f"ejkernel.{_name}")
+importlib.import_module("ejkernel.ops.autotuner.tasks.isolated")
 
 
 def main():
     """Run each request of standard input in a fork; answer with its exit status."""
+    gc.collect()
+    gc.freeze()  # otherwise a fork's last collection copies and visits all that was imported, for a third of a second
     while line := request():
         with warnings.catch_warnings(action="ignore"):  # JAX warns of forks, because its devices have threads
             pid = os.fork()

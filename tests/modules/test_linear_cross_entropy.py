@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -43,6 +44,7 @@ def make(batch=(2, 5), inner=8, columns=37, dtype="float32", scale=1.0):
     return x, weight, jnp.asarray(labels), jnp.asarray(rng.random(batch), jnp.float32)
 
 
+@functools.partial(jax.jit, static_argnames=("reduction", *EVERYTHING))
 def plain(x, weight, labels, factors, reduction="mean", bias=None, **options):
     """Return the loss by the formula in float32."""
     given = {"label_smoothing": 0.0, "z_loss": 0.0, "logits_soft_cap": None, "logits_scale": 1.0} | options
@@ -109,7 +111,7 @@ def test_log_probs_and_entropy_have_gradients_for_any_cotangent(entropy):
     def ours(x, weight):
         return token_log_probs(x, weight, labels, temperature=0.7, logits_soft_cap=30, return_entropy=entropy)
 
-    expected, expected_pull = jax.vjp(theirs, x, weight)
+    expected, expected_pull = jax.vjp(jax.jit(theirs), x, weight)
     actual, pull = jax.vjp(jax.jit(ours), x, weight)
     close(expected, actual, 1e-4)
     cotangents = jax.tree.map(lambda y: jnp.cos(y) * factors, expected)
@@ -177,8 +179,11 @@ def test_any_shape_and_chunk_matches_plain_jax(rows, columns, chunk, by_rows):
     labels = jnp.maximum(labels, 0)
     params = XlaParams(form="rows" if by_rows else "vocabulary", chunk=chunk)
     cfg = LinearCrossEntropyGradientsConfig(fwd=params)
-    expected = jax.value_and_grad(lambda x, w: plain(x, w, labels, jnp.ones(rows)), (0, 1))(x, weight)
-    close(expected, jax.value_and_grad(lambda x, w: linear_cross_entropy(x, w, labels, cfg=cfg), (0, 1))(x, weight))
+    each = (
+        lambda x, w: plain(x, w, labels, jnp.ones(rows)),
+        lambda x, w: linear_cross_entropy(x, w, labels, cfg=cfg),
+    )
+    close(*(jax.jit(jax.value_and_grad(loss, (0, 1)))(x, weight) for loss in each))
 
 
 def test_large_logits_padded_columns_and_one_token_stay_finite():
@@ -251,7 +256,10 @@ def test_forward_over_reverse_includes_tokens_of_weight_zero():
     factors = factors.at[1, 2].set(0)
 
     def mixed(loss):
-        return jax.jvp(jax.grad(loss), (x,), (jnp.ones_like(x),))[1], jax.jacfwd(jax.jacfwd(loss, 1), 0)(x, factors)
+        def both(x, factors):
+            return jax.jvp(jax.grad(loss), (x,), (jnp.ones_like(x),))[1], jax.jacfwd(jax.jacfwd(loss, 1), 0)(x, factors)
+
+        return jax.jit(both)(x, factors)
 
     def ours(x, factors=factors):
         return linear_cross_entropy(x, weight, labels, token_weights=factors, reduction="sum")

@@ -136,7 +136,14 @@ def test_a_wrong_dtype_of_dequantize_is_named(dtype):
 
 
 def test_a_number_is_quantised_without_axes():
-    assert float(quantize(jnp.float32(-3.0), axis=None).dequantize()) == -3.0
+    assert float(quantize(jnp.float32(-3.0), axis=None).dequantize()) == pytest.approx(-3.0)
+
+
+def test_outside_of_jit_an_array_is_quantised_by_one_program(caplog):
+    x = normal(7, 23)
+    with jax.log_compiles():
+        quantize(x, dtype="int8", block=5)
+    assert len([record for record in caplog.records if "Finished XLA compilation" in record.getMessage()]) == 1
 
 
 @pytest.mark.slow

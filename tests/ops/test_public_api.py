@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import subprocess
 import sys
 import types
@@ -121,11 +123,6 @@ DOCUMENTED = [
 ]
 
 
-def in_a_fresh_process(probe):
-    done = subprocess.run([sys.executable, "-c", probe], check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_public_names_are_the_documented_ones():
     assert [name for name in dir(ops) if not name.startswith("__")] == DOCUMENTED
     assert sorted(ops.__all__) == DOCUMENTED
@@ -194,31 +191,43 @@ def test_a_module_has_no_names_but_its_own(path):
 # --- importing ---
 
 
-@pytest.mark.slow
-def test_import_does_not_change_the_environment():
-    in_a_fresh_process("import os; before = dict(os.environ); import ejkernel.ops; assert before == dict(os.environ)")
-
-
-@pytest.mark.slow
-def test_import_initialises_no_device():
-    in_a_fresh_process(
-        "import ejkernel.ops, jax; jax.config.update('jax_num_cpu_devices', 3); assert jax.device_count('cpu') == 3"
-    )
-
-
-@pytest.mark.slow
-def test_import_makes_no_folder(tmp_path):
-    in_a_fresh_process(
-        f"import os; os.environ['EJKERNEL_CACHE_DIR'] = '{tmp_path}/cache'; import ejkernel.ops;"
-        f"ejkernel.ops.default_executor(); assert not os.path.exists('{tmp_path}/cache')"
-    )
+PROBE = """
+import json, os, sys
+before = dict(os.environ)
+import ejkernel.ops
+found = {"environment": before == dict(os.environ), "modules": [*sys.modules]}
+import jax
+jax.config.update("jax_num_cpu_devices", 3)  # an error if there are devices already
+found["devices"] = jax.device_count("cpu")
+ejkernel.ops.default_executor()
+found["folder"] = os.path.exists(os.environ["EJKERNEL_CACHE_DIR"])
+print(json.dumps(found))
+"""
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    """Names of all modules that `import ejkernel.ops` loads."""
-    probe = "import sys, ejkernel.ops; print(*sys.modules)"
-    return subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, text=True).stdout.split()
+def imported(tmp_path_factory):
+    """What one fresh process finds after `import ejkernel.ops`."""
+    environment = os.environ | {"EJKERNEL_CACHE_DIR": str(tmp_path_factory.mktemp("import") / "cache")}
+    command = [sys.executable, "-c", PROBE]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_import_does_not_change_the_environment(imported):
+    assert imported["environment"]
+
+
+@pytest.mark.slow
+def test_import_initialises_no_device(imported):
+    assert imported["devices"] == 3
+
+
+@pytest.mark.slow
+def test_import_makes_no_folder(imported):
+    assert not imported["folder"]
 
 
 @pytest.mark.slow
@@ -229,5 +238,5 @@ def loaded():
         *["ejkernel.ops.autotuner", "ejkernel.testing", "ejkernel.ops.execution.offline"],
     ],
 )
-def test_import_does_not_load(loaded, module):
-    assert module not in loaded
+def test_import_does_not_load(imported, module):
+    assert module not in imported["modules"]

@@ -136,7 +136,7 @@ GRADIENTS = {
     "two stages of keys, one of values": (Small(keys=256, head_dim=256, value_dim=256, rules=CAUSAL), WIDE_SPLIT),
 }
 # Of these, each feature is also part of another case.
-REPEATED = ("causal, products", "bias and mask")
+REPEATED = ("causal, products", "bias and mask", "bias, split", "uneven parts, products")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.whole] * (n in REPEATED)) for n in GRADIENTS])

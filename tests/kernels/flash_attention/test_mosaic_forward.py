@@ -34,6 +34,7 @@ pytestmark = pytest.mark.slow
 
 CAUSAL = Rules(scale=0.2, right=0)
 LATE_CAP = Rules(scale=0.2, soft_cap=2.0, cap_after_bias=True)
+REPEATED = pytest.mark.whole  # each feature is also part of another case
 ONE = ForwardParams(kv_block=32, warpgroups=1)
 TWO = ForwardParams(kv_block=32)
 TWO_TILES = ForwardParams(kv_block=32, warpgroups=1, persistent=True, query_buffers=2)
@@ -108,12 +109,12 @@ def assert_close(found, expected, dtype="bfloat16"):
         ),
         (Small(heads=2, segments=True, rules=CAUSAL), PACKED),
         (Small(bias=(1, 1, 70, 70), mask=(1, 1, 70, 70)), ONE),
-        (Small(batch=2, bias=(1, 1, 1, 70), mask=(2, 1, 1, 70)), ONE),
+        pytest.param(Small(batch=2, bias=(1, 1, 1, 70), mask=(2, 1, 1, 70)), ONE, marks=REPEATED),
         (Small(heads=2, bias=(1, 2, 1, 70)), ONE),
         (Small(batch=2, bias=(1, 1, 70, 70), mask=(2, 1, 1, 70)), dataclasses.replace(ONE, kv_block=64)),
         (Small(bias=(1, 1, 70, 1), mask=(1, 1, 70, 1), head_dim=20), ONE),
         (Small(heads=2, rules=Rules(scale=0.2, right=0, dropout_rate=0.3)), TWO),
-        (Small(bias=(1, 1, 70, 70), mask=(1, 1, 1, 70), rules=LATE_CAP), ONE),
+        pytest.param(Small(bias=(1, 1, 70, 70), mask=(1, 1, 1, 70), rules=LATE_CAP), ONE, marks=REPEATED),
         (Small(bias=(1, 1, 70, 1), rules=LATE_CAP), ONE),
         (Small(queries=72, keys=72, heads=2, head_dim=64, value_dim=64, rules=CAUSAL), TWO),
         (Small(head_dim=112, value_dim=72, rules=CAUSAL), TWO),
@@ -124,7 +125,7 @@ def assert_close(found, expected, dtype="bfloat16"):
         ),
         (Small(heads=2, head_dim=112, value_dim=72), SHARED),
         (Small(heads=2, head_dim=72, value_dim=88), SHARED),
-        (Small(queries=72, keys=72, heads=2, head_dim=64, value_dim=48), SHARED),
+        pytest.param(Small(queries=72, keys=72, heads=2, head_dim=64, value_dim=48), SHARED, marks=REPEATED),
         (Small(heads=2, rules=Rules(scale=0.2, left=15, right=2)), dataclasses.replace(PACKED, kv_block=96)),
         (Small(keys=130), dataclasses.replace(ONE, fma_columns=16)),
         (Small(heads=2, head_dim=136, value_dim=136, rules=Rules(scale=0.2, left=15, right=0)), TWO_TILES),
@@ -132,7 +133,9 @@ def assert_close(found, expected, dtype="bfloat16"):
         (Small(queries=72, keys=72, heads=2, head_dim=192, value_dim=192, rules=CAUSAL), HOLDING),
         (Small(heads=2, head_dim=184, value_dim=184), HOLDING),
         (Small(heads=2, head_dim=24, value_dim=40, rules=CAUSAL), dataclasses.replace(TWO, align_keys=True)),
-        (Small(heads=2, head_dim=104, value_dim=104), dataclasses.replace(SHARED, align_keys=True)),
+        pytest.param(
+            Small(heads=2, head_dim=104, value_dim=104), dataclasses.replace(SHARED, align_keys=True), marks=REPEATED
+        ),
         (Small(keys=90, heads=2), dataclasses.replace(ONE, key_parts=3)),
     ],
     ids=[

@@ -24,6 +24,7 @@ from ejkernel.modules import PagedAttention, append_to_pages
 
 OUTSIDE = (-1, 10**9, -(2**31), 2**31 - 1)
 SMALL = MosaicGpuParams(stages=2, query_buffers=1)
+REPEATED = pytest.mark.whole  # each feature and size is also part of another case, here or in the next tests
 CALL = PagedCall(
     q=(64, 32, 128),
     pages=(16384, 16, 8, 2, 128),
@@ -98,12 +99,28 @@ def assert_near(found, wanted):
         pytest.param({}, {}, marks=pytest.mark.whole),
         ({"page": 64, "head_dim": 128, "heads": (3, 1)}, {"logits_soft_cap": 2.0, "sinks": jnp.linspace(-1, 1, 3)}),
         ({"page": 8, "window": 40}, {"sliding_window": 40, "k_scale": 0.5, "v_scale": jnp.array([2.0, 0.5])}),
-        ({"cache": "float8_e4m3fn"}, {"k_scale": 0.5, "sinks": jnp.linspace(-1, 1, 4)}),
-        ({"cache": "int8", "page": 8, "head_dim": 128, "window": 40}, {"sliding_window": 40, "k_scale": 0.02}),
-        ({"head_dim": 256, "heads": (8, 1)}, {"logits_soft_cap": 2.0, "sinks": jnp.linspace(-1, 1, 8)}),
+        pytest.param({"cache": "float8_e4m3fn"}, {"k_scale": 0.5, "sinks": jnp.linspace(-1, 1, 4)}, marks=REPEATED),
+        pytest.param(
+            {"cache": "int8", "page": 8, "head_dim": 128, "window": 40},
+            {"sliding_window": 40, "k_scale": 0.02},
+            marks=REPEATED,
+        ),
+        pytest.param(
+            {"head_dim": 256, "heads": (8, 1)},
+            {"logits_soft_cap": 2.0, "sinks": jnp.linspace(-1, 1, 8)},
+            marks=REPEATED,
+        ),
         ({"head_dim": 192, "heads": (5, 1), "page": 8, "window": 40}, {"sliding_window": 40, "v_scale": 0.5}),
-        ({"head_dim": 96, "heads": (6, 2), "page": 64}, {"logits_soft_cap": 2.0, "sinks": jnp.linspace(-1, 1, 6)}),
-        ({"head_dim": 80, "heads": (2, 2), "page": 8, "window": 40}, {"sliding_window": 40, "k_scale": 0.5}),
+        pytest.param(
+            {"head_dim": 96, "heads": (6, 2), "page": 64},
+            {"logits_soft_cap": 2.0, "sinks": jnp.linspace(-1, 1, 6)},
+            marks=REPEATED,
+        ),
+        pytest.param(
+            {"head_dim": 80, "heads": (2, 2), "page": 8, "window": 40},
+            {"sliding_window": 40, "k_scale": 0.5},
+            marks=REPEATED,
+        ),
         ({"head_dim": 16, "heads": (7, 1)}, {}),
         ({"cache": "int8", "head_dim": 256, "heads": (4, 1)}, {"k_scale": 0.02, "sinks": jnp.linspace(-1, 1, 4)}),
         ({"cache": "float8_e4m3fn", "head_dim": 112, "page": 8, "window": 40}, {"sliding_window": 40, "v_scale": 0.5}),
@@ -219,7 +236,7 @@ def test_tokens_that_were_quantised_into_the_cache_are_attended_to():
     ("queries", "window", "head_dim"),
     [
         pytest.param((1, 0, 40, 1, 7, 20), None, 64, marks=pytest.mark.whole),
-        ((1, 0, 40, 1, 7, 20), 20, 64),
+        pytest.param((1, 0, 40, 1, 7, 20), 20, 64, marks=REPEATED),
         pytest.param((3, 2, 1, 4, 3, 3), None, 64, marks=pytest.mark.whole),
         ((0, 2, 0, 1, 1, 0), None, 64),
         ((1, 0, 40, 1, 7, 20), None, 256),
@@ -300,8 +317,14 @@ def test_kernels_that_write_to_one_output_are_apart_from_slices(cache, head_dim)
 @pytest.mark.parametrize(
     ("lengths", "queries", "shape", "options"),
     [
-        ([300, 70], (170, 1), {"page": 64, "head_dim": 128, "heads": (3, 1)}, {}),
-        ([200, 90], (90, 70), {"page": 8, "heads": (8, 1), "window": 100}, {"sliding_window": 100, "v_scale": 0.5}),
+        pytest.param([300, 70], (170, 1), {"page": 64, "head_dim": 128, "heads": (3, 1)}, {}, marks=REPEATED),
+        pytest.param(
+            [200, 90],
+            (90, 70),
+            {"page": 8, "heads": (8, 1), "window": 100},
+            {"sliding_window": 100, "v_scale": 0.5},
+            marks=REPEATED,
+        ),
         ([300, 70], (170, 1), {"page": 64, "head_dim": 256, "heads": (4, 1)}, {"logits_soft_cap": 2.0}),
         (
             [200, 90],

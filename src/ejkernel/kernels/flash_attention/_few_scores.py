@@ -19,9 +19,7 @@ _FEW_OF_WIDE = 1 << 21  # scores of heads with more than 256 columns
 _LEAST_WORK = 9_000_000  # queries of a head, times its columns squared: with less, a kernel with few tiles is fast too
 _SHORT_WITH_BIAS = 55  # queries and keys; 49 at D32: 1,017 us instead of 1,325, but 56 at D128: 269 instead of 214
 _SHORT_WITH_SHARED_KEYS = 16  # queries; 12 at D64: 98 us instead of 126, but 25: 384 instead of 152
-_SHORTEST_WITH_SHARED_KEYS = (
-    8  # queries, also forward; 5 at D64: 93 us instead of 127; but 4 of 38 keys: 403 instead of 321
-)
+_SHORTEST_WITH_SHARED_KEYS = 8  # queries, also forward; 5 at D64: 93 us instead of 127; but 4 of 38 keys: 403 and 321
 _SHORTEST = 16  # scores of a wide head; 4 and 4 at D104: 940 us instead of 1,257, but 4 of 10 keys: 133 instead of 68
 _ALIGNED = 8  # rows; products of other lengths take twice as long
 

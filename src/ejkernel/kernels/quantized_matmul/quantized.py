@@ -172,7 +172,8 @@ def quantize(
     check_values(x=x)
     x = jnp.asarray(x)
     _check_shards(x, blocks)
-    return Quantized(*_quantized(name, scales, blocks, x, *key), blocks)
+    values, scale = _at_once(name, scales, blocks, x, *key)
+    return Quantized(values, scale, blocks)
 
 
 def quantize_by(x: jax.Array, largest: jax.Array, dtype: str) -> Quantized:
@@ -210,6 +211,10 @@ def _no_gradient(*_: Any) -> Any:
     raise UnsupportedError(
         "quantize has no gradient: rounding has none. Use quantized_dense to train, or jax.lax.stop_gradient on x."
     )
+
+
+# Outside of `jit`, one program instead of one for each operation.
+_at_once = jax.jit(_quantized, static_argnums=(0, 1, 2), inline=True)
 
 
 @jax.custom_jvp

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tests import forked
 
 pytestmark = pytest.mark.slow
 
@@ -63,13 +64,13 @@ def run(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
 
     def run(what="-"):
-        done = subprocess.run(
-            [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "programs"), what, "-"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [str(tmp_path / "program.py"), str(tmp_path / "programs"), what, "-"]
+        if what in ("edited", "tuned"):
+            done = forked.python(tmp_path, *command, EJKERNEL_CACHE_DIR=environment["EJKERNEL_CACHE_DIR"])
+        else:  # in a fork, pointers would be the same as in another fork
+            done = subprocess.run(
+                [sys.executable, *command], env=environment, capture_output=True, text=True, check=False
+            )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
