@@ -342,6 +342,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if (args.few_tiles or args.short) and args.draw is None:
         parser.error("--few-tiles and --short need --draw SEED")
+    if args.few_tiles and args.short:
+        parser.error("--few-tiles and --short draw different calls; give one of them")
     names = [name for name in args.contenders if name != "tuned" or args.cache is not None]
     cases = args.cases
     if args.few_tiles or args.short:

@@ -106,6 +106,17 @@ def test_hidden_keys_and_sinks(interpret, more):
 
 
 @pytest.mark.slow
+def test_weights_far_below_a_sink_keep_their_digits(interpret):
+    """The numerators are relative to the largest key, not to the sink: float16 ends at 6e-8, and rounds 1e-6 to 6 %."""
+    case = dataclasses.replace(SHORT, rules=Rules(scale=0.05))
+    operands = case.operands("float16")._replace(sinks=jnp.asarray([14.0, -jnp.inf]))
+    (out, *_), _ = run(operands._replace(value=operands.value * 1000), case.rules, interpret)
+    expected, _ = attention(operands._replace(value=operands.value.astype("float32") * 1000), case.rules)
+    error = jnp.linalg.norm((out - expected)[:, :, 0]) / jnp.linalg.norm(expected[:, :, 0])
+    assert error < 3e-3
+
+
+@pytest.mark.slow
 def test_heads_share_keys(interpret):
     case = dataclasses.replace(SHORT, heads=6, rules=Rules(scale=0.3, right=0))
     operands = case.operands("bfloat16")
@@ -199,6 +210,14 @@ def test_heads_are_computed_alone_where_that_was_faster(sizes, forward, backward
         assert MosaicGpu().preference(call_of(case)) == 1
 
 
+def test_examples_of_vmap_count_as_heads():
+    """They are folded into the batch."""
+    one, many = (call_of(dataclasses.replace(SHORT, **LONG | {"batch": batch})) for batch in (1, 64))
+    assert MosaicGpu().heuristic(many).alone
+    assert not MosaicGpu().heuristic(one).alone
+    assert MosaicGpu().heuristic(dataclasses.replace(one, examples=64)).alone
+
+
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("sizes", [{}, {"queries": 100, "keys": 128, "head_dim": 128}, {"keys": 9, "value_dim": 8}])
 def test_the_space_has_parameters_of_both_kinds(sizes, backward):
@@ -253,7 +272,7 @@ STRICT = {"numpy_rank_promotion": "raise", "numpy_dtype_promotion": "strict"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "settings"), [("bfloat16", STRICT), ("float16", {"enable_x64": True})])
+@pytest.mark.parametrize(("dtype", "settings"), [("bfloat16", STRICT), ("float16", STRICT | {"enable_x64": True})])
 def test_it_is_lowered_inside_shard_map_under_strict_settings(interpret, dtype, settings):
     """For CUDA, which builds the whole kernel and checks its layouts; no GPU is needed."""
     del interpret

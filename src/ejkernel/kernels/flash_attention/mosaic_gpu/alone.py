@@ -142,7 +142,7 @@ def backward_alone(
             factor = None
             if raised is None and has_small_range(plan.dtype):
                 factor = range_factor(operands, None, dout, rules)
-            inputs = _inputs(operands, dout if factor is None else dout / factor, plan)
+            inputs = _inputs(operands, dout if factor is None else dout.astype(jnp.float32) / factor, plan)
             if factor is not None:
                 inputs = inputs._replace(factor=jnp.broadcast_to(factor.ravel(), plan.batch))
             dquery, *found = _BackwardKernel(plan, backend_for(interpret)).run(inputs)
@@ -329,17 +329,19 @@ class _AloneKernel:
             by_key = plgpu.load(hidden.at[at], layout=WGMMA.reduce(0), optimized=False)
             logits = jnp.where(lax.broadcast_in_dim(by_key, self.square, [1]) < 0, -jnp.inf, logits)
         top = jnp.maximum(logits.max(axis=1), _LOWEST)
+        weights = jnp.exp2(logits - along_rows(top, self.square))
+        total = weights.sum(axis=1)
+        decay: Any = 1.0
+        empty = total == 0.0
         if self.inputs.sinks is not None:
             own = part.item.example if self.inputs.sinks.shape[0] > 1 else 0
             sink = jnp.maximum(self.inputs.sinks[own, part.item.head] * LOG2_E, _LOWEST)
-            top = jnp.maximum(top, sink)
-        weights = jnp.exp2(logits - along_rows(top, self.square))
-        total = weights.sum(axis=1)
-        empty = total == 0.0
-        if self.inputs.sinks is not None:
-            total, empty = total + jnp.exp2(sink - top), empty & (sink <= _LOWEST)
+            # Weights are rounded relative to the largest of them: float16 has no digits for those far below a sink.
+            keys, top = top, jnp.maximum(top, sink)
+            decay = jnp.exp2(keys - top)
+            total, empty = total * decay + jnp.exp2(sink - top), empty & (sink <= _LOWEST)
         lse = jnp.where(empty, EMPTY_ROW_LSE, (top + jnp.log2(total)) * (1 / LOG2_E))
-        return _Weights(weights, jnp.where(empty, 0.0, 1 / total), lse, slope)
+        return _Weights(weights, jnp.where(empty, 0.0, decay / total), lse, slope)
 
     def _visible(self, part: _Part) -> list[jax.Array]:
         """Return the conditions under which queries see keys."""

@@ -168,7 +168,7 @@ def alone_heuristic(call: AttentionCall) -> Any:
         return None
     if alone_plan(call, params).team == 1:
         return params
-    narrow, many = max(dim, call.value[3]) <= 64, batch * heads > MULTIPROCESSORS
+    narrow, many = max(dim, call.value[3]) <= 64, call.examples * batch * heads > MULTIPROCESSORS
     if call.backward:
         return params if narrow or (many and own and min(queries, call.key[1]) > ROWS) else None
     return params if narrow and many and own else None

@@ -244,7 +244,7 @@ def _gradients(
         else range_factor(operands, residuals[0], dout, rules)
     )
     if factor is not None:
-        dout = dout / factor
+        dout = dout.astype(jnp.float32) / factor
     inputs = _backward_inputs(operands, residuals, dout.astype(problem.dtype), problem, params)
     if factor is not None:
         # The kernels multiply their results: passes over these took up to a tenth of the backward.

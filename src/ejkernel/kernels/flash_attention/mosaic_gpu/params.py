@@ -41,8 +41,8 @@ class ForwardParams(NamedFields):
             for head dimensions that are not multiples of 16.
         key_parts: Parts of the keys that count as further examples, for few queries that see all keys. XLA combines
             their outputs. A number that does not divide the keys is reduced to the greatest common divisor.
-        alone: Whether each consumer computes whole heads, of at most 64 queries and keys, without the others. It then
-            has `stages` heads in shared memory.
+        alone: Whether one or two consumers, each with 64 queries, compute whole heads of at most 128 queries and keys,
+            without the others. They then have `stages` heads in shared memory.
     """
 
     kv_block: int = 128
@@ -94,8 +94,8 @@ class BackwardParams(NamedFields):
     Attributes:
         form: `fused`: the first kernel adds the query's gradient to float32 memory, in nondeterministic order; `split`:
             two kernels, with reproducible results; `unfused`, for wide heads only: a kernel writes the weights
-            and the scores' gradient to memory, and XLA multiplies them; `alone`, for at most 64 queries and keys: each
-            of `warpgroups` consumers computes whole heads, and has `q_stages` of them in shared memory.
+            and the scores' gradient to memory, and XLA multiplies them; `alone`, for at most 128 queries and keys: one
+            or two of the `warpgroups` consumers compute whole heads, and have `q_stages` of them in shared memory.
         division: `keys`: each consumer owns 64 keys and computes all their products; `products`: for the same 64 keys,
             one consumer computes the probabilities and the value's gradient, the other the scores' gradient and the
             key's.
