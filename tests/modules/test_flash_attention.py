@@ -278,16 +278,19 @@ def test_a_configuration_that_cannot_run_the_call_is_refused():
         jax.eval_shape(call, *make_qkv(dtype="bfloat16"))
 
 
-def gpu_invocation(length=4096, device="gpu:nvidia_h200", dtype="bfloat16", **options):
-    struct = jax.ShapeDtypeStruct((4, length, 16, 128), dtype)
-    args, options = KERNEL.prepare(struct, struct, struct, **options)
+def gpu_invocation(length=4096, device="gpu:nvidia_h200", dtype="bfloat16", *, queries=None, groups=16, **options):
+    query, key = (
+        jax.ShapeDtypeStruct((4, *sizes, 128), dtype) for sizes in ((queries or length, 16), (length, groups))
+    )
+    args, options = KERNEL.prepare(query, key, key, **options)
     return Invocation(kernel=KERNEL, args=args, kwargs=options, device=device)
 
 
 def test_the_heuristic_prefers_the_fastest_supported_implementation():
     has_own = compat.kernels.mosaic_gpu_reason() is None
     assert KERNEL.heuristic_cfg(gpu_invocation(causal=True)).implementation == ("mosaic_gpu" if has_own else "cudnn")
-    assert KERNEL.heuristic_cfg(gpu_invocation(1, causal=True)).implementation == "cudnn"
+    decoding = gpu_invocation(queries=1, groups=4, causal=True)
+    assert KERNEL.heuristic_cfg(decoding).implementation == "cudnn"
     assert KERNEL.heuristic_cfg(gpu_invocation(logits_soft_cap=30.0)).implementation == (
         "mosaic_gpu" if has_own else "xla"
     )

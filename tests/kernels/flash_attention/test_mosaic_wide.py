@@ -139,7 +139,7 @@ def test_parameters_are_checked(backward):
     assert len(space) == 5
     assert kernels.preference(call) == 1
     assert all(kernels.params_fault(call, params) is None for params in space)
-    narrow = call_of(dataclasses.replace(SMALL, head_dim=64, value_dim=64), backward=backward)
+    narrow = call_of(dataclasses.replace(SMALL, queries=200, head_dim=64, value_dim=64), backward=backward)
     other = kernels.heuristic(narrow)
     assert "256 columns" in kernels.params_fault(call, other)
     if backward:
