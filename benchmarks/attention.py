@@ -332,8 +332,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--draw", type=int, metavar="SEED", help="draw other cases at random")
     parser.add_argument("--count", type=int, default=24, help="how many cases to draw (default: %(default)s)")
     parser.add_argument("--kinds", nargs="*", default=KINDS, choices=sorted(set(KINDS)), metavar="KIND", help="to draw")
-    parser.add_argument("--few-tiles", action="store_true", help="with --draw: calls that cannot fill a GPU")
-    parser.add_argument("--short", action="store_true", help="with --draw: many short sequences")
+    drawn = parser.add_mutually_exclusive_group()
+    drawn.add_argument("--few-tiles", action="store_true", help="with --draw: calls that cannot fill a GPU")
+    drawn.add_argument("--short", action="store_true", help="with --draw: many short sequences")
     parser.add_argument("--at-once", type=int, default=12, metavar="N", help="cases to compile before their times")
     parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--cache", type=Path, help="cache for the contender `tuned`, which is left out without it")
@@ -342,8 +343,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if (args.few_tiles or args.short) and args.draw is None:
         parser.error("--few-tiles and --short need --draw SEED")
-    if args.few_tiles and args.short:
-        parser.error("--few-tiles and --short draw different calls; give one of them")
     names = [name for name in args.contenders if name != "tuned" or args.cache is not None]
     cases = args.cases
     if args.few_tiles or args.short:

@@ -207,7 +207,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
-    """What one fresh process finds after `import ejkernel.ops`."""
+    """Return the report of a fresh process about `import ejkernel.ops`: modules, devices, environment and folder."""
     environment = os.environ | {"EJKERNEL_CACHE_DIR": str(tmp_path_factory.mktemp("import") / "cache")}
     command = [sys.executable, "-c", PROBE]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)

@@ -160,7 +160,7 @@ class PagePool:
         )
 
     def __copy__(self) -> PagePool:
-        """Return an independent pool: one that shared sequences and pages with this one would give a page twice."""
+        """Return an independent pool: two pools that share their lists would hand out a page twice."""
         return copy.deepcopy(self)
 
     @property

@@ -136,7 +136,7 @@ def test_which_gradients_of_a_bias_use_plain_jax(sizes, plain):
 
 
 def test_sinks_make_gradients_in_a_window_slower_by_cudnn():
-    """It does not tell the row sums of output times cotangent, from which the gradient of the sinks follows."""
+    """The gradient of the sinks needs row sums of output times cotangent, and cuDNN does not return them."""
     preference = FlashAttention.implementations["mosaic_gpu"].preference
     call = call_of(case_named("causal B64 T1024 H2/2 D128"), backward=True)
     call = dataclasses.replace(call, rules=Rules(scale=1.0, left=127, right=0))

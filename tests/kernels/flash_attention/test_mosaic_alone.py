@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short sequences on Hopper, whose heads a consumer computes alone: simulated on a CPU, and refused elsewhere."""
+"""Hopper's kernels of short sequences: simulated on a CPU, lowered for CUDA, and the calls that they refuse."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_heads_share_keys(interpret):
 @pytest.mark.slow
 @pytest.mark.parametrize("raised", [None, 8])
 def test_float16_gradients_keep_their_digits(interpret, raised):
-    """Unless raised, examples have factors of their own, and the scores' gradient of the first exceeds 65,504."""
+    """Without `raised`, the first example's scores have gradients beyond 65,504, and only it gets a factor."""
     from ejkernel.kernels.flash_attention.mosaic_gpu.alone import backward_alone
 
     operands = SHORT.operands("float16")

@@ -68,10 +68,13 @@ def _is_of_short_sequences(call: AttentionCall) -> bool:
     if call.bias is not None:
         many = call.examples * batch * heads > MULTIPROCESSORS
         return call.backward and many and max(queries, keys) <= _SHORT_WITH_BIAS
-    if heads > call.key[2] and 1 < queries <= _SHORTEST_WITH_SHARED_KEYS and keys <= 2 * _SHORTEST_WITH_SHARED_KEYS:
+    if call.backward and queries * keys <= _SHORTEST and dim > 64:
         return True
-    shared = heads > call.key[2] and queries <= _SHORT_WITH_SHARED_KEYS and keys <= 64
-    return call.backward and (shared or (queries * keys <= _SHORTEST and dim > 64))
+    if heads == call.key[2]:
+        return False
+    if 1 < queries <= _SHORTEST_WITH_SHARED_KEYS and keys <= 2 * _SHORTEST_WITH_SHARED_KEYS:
+        return True
+    return call.backward and queries <= _SHORT_WITH_SHARED_KEYS and keys <= 64
 
 
 def _is_plain(call: AttentionCall) -> bool:

@@ -258,7 +258,7 @@ def _largest(x: jax.Array, block: Block) -> jax.Array:
 
 
 def _within(block: int, size: Any) -> int:
-    """Return the block, or the axis if that is shorter: a longer block would only be padding."""
+    """Return the block, at most as long as the axis: the rest would be padding."""
     return min(block, max(size, 1)) if is_known(size) else block
 
 

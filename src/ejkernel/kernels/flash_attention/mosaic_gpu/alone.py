@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of short sequences: one or two consumer warpgroups compute one head after another, without the others.
+"""Attention of short sequences: teams of one or two consumer warpgroups, each computing one head after another.
 
-All keys of a head fit into one matrix of scores. So the softmax needs one pass, and the gradients need neither the
+The keys of a head fit into one matrix of scores. So the softmax needs one pass, and the gradients need neither the
 output nor the log-sum-exp: maximum and sum of each row are computed again, and the row sums of output times cotangent
 are those of weights times their gradients. No gradient is a sum over blocks of threads. Copies of the next heads
 overlap with the products of these.
@@ -21,7 +21,7 @@ from ejkernel.kernels._hopper.backend import Backend, backend_for
 from ejkernel.kernels._hopper.device import quotient, remainder
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
-from ejkernel.kernels._numbers import LOG2_E, has_small_range
+from ejkernel.kernels._numbers import LOG2_E
 from ejkernel.kernels.flash_attention._batches import fold_examples
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Gradients, Operands, Residuals, Rules, describe
 
@@ -32,7 +32,7 @@ from .matrices import Matrices
 from .params import BackwardParams, ForwardParams
 from .parts import sum_of_heads
 from .plan import REGISTERS, ROWS
-from .ranges import range_factor
+from .ranges import within_range
 
 _LOWEST = -3e38  # makes a sink of minus infinity finite
 _ALIGNED = 8  # columns: a copy cannot move less than 16 bytes
@@ -139,10 +139,8 @@ def backward_alone(
     def pull(operands: Operands, dout: jax.Array) -> tuple[jax.Array, ...]:
         plan = alone_plan(describe(operands, rules), params, raised)
         with jax.enable_x64(False):
-            factor = None
-            if raised is None and has_small_range(plan.dtype):
-                factor = range_factor(operands, None, dout, rules)
-            inputs = _inputs(operands, dout if factor is None else dout.astype(jnp.float32) / factor, plan)
+            dout, factor = within_range(operands, None, dout, rules, raised)
+            inputs = _inputs(operands, dout, plan)
             if factor is not None:
                 inputs = inputs._replace(factor=jnp.broadcast_to(factor.ravel(), plan.batch))
             dquery, *found = _BackwardKernel(plan, backend_for(interpret)).run(inputs)
@@ -213,7 +211,7 @@ class _AloneKernel:
         for name in set(buffers) - set(types):
             types[name] = tiled(buffers[name].shape, plan.dtype, buffers[name].swizzle)
         copies = sum(self.pieces(name) for name, _ in self._slabs())
-        # Each team has stages of its own, so that it waits for all copies into them.
+        # Teams share no stage: each must wait for every copy into its stages.
         types["pipeline"] = Pipeline.types(plan.teams * plan.stages, consumers=plan.team, copies=copies)
         if plan.backward and plan.team > 1:
             for name in ("shared", "done"):
@@ -221,7 +219,7 @@ class _AloneKernel:
         return _Memory._make(types.get(name) for name in _Memory._fields)
 
     def _slabs(self) -> list[tuple[str, int]]:
-        """Return the matrices that are copied to shared memory, with the numbers of their slabs."""
+        """Return the name and the slab of each copy to shared memory."""
         names = ("query", "key", "value", *["dout"] * self.plan.backward)
         return [(name, slab) for name in names for slab in range(self.plan.slabs(name))]
 
@@ -278,18 +276,12 @@ class _AloneKernel:
 
         plgpu.wait_smem_to_gmem(0)
 
-    def store(self, buffer: Any, at: tuple[Any, ...], matrix: jax.Array, target: Any, rows: tuple[Any, ...]) -> None:
-        """Start storing a result through a buffer that no product needs any more."""
-        self.matrices.assign(buffer, at, matrix.astype(self.plan.dtype))
-        plgpu.commit_smem()
-        self.matrices.copy_out(buffer, at, target, rows)
-
     def tiles(self, name: str, part: _Part, slab: Any, *rows: Any) -> list[Any]:
         """Return the pieces of a slab; called where they are used, so that no reference enters a loop of products."""
         return self.matrices.tiles(getattr(self.memory, name), part.item.stage, slab, *rows)
 
     def copied(self, name: str, part: _Part, slab: Any) -> list[Any]:
-        """Return the pieces of the rows that are copied; others may have any values."""
+        """Return the pieces of a slab's copied rows; its other rows may have any values."""
         return self.tiles(name, part, slab, pl.ds(0, self.plan.rows(name)))
 
     def pieces(self, name: str) -> int:
@@ -387,7 +379,7 @@ class _ForwardKernel(_AloneKernel):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous output must have left the buffer
         rows = self.rows(part.item, part.slab)
         out = out * along_rows(found.share, out.shape)
-        self.store(self.memory.out, (part.warpgroup,), out, self.outputs[0], rows)
+        self.matrices.store(self.memory.out, (part.warpgroup,), out.astype(self.plan.dtype), self.outputs[0], rows)
         self.outputs[1].at[part.item.example, part.item.head, pl.ds(part.slab * ROWS, ROWS)][...] = found.lse
 
 
@@ -403,7 +395,7 @@ class _BackwardKernel(_AloneKernel):
 
     def compute(self, part: _Part) -> None:
         """See `_AloneKernel`."""
-        plan, memory, stage = self.plan, self.memory, part.item.stage
+        plan, memory, matrices, stage = self.plan, self.memory, self.matrices, part.item.stage
         weights, dscores = self._scores_gradient(part)
         for slab, (one, other) in enumerate(zip(self.slabs_of(weights), self.slabs_of(dscores), strict=True)):
             at = (part.team, slab, part.slab, slice(None), pl.ds(0, plan.key_rows))
@@ -419,7 +411,12 @@ class _BackwardKernel(_AloneKernel):
         factor = 2.0**-plan.raised
         if self.inputs.factor is not None:
             factor = factor * self.inputs.factor[part.item.example]
-        self.store(memory.value, (stage, part.slab), dvalue * factor, self.outputs[2], rows)
+
+        def store(name: str, gradient: jax.Array, output: int) -> None:
+            buffer, at = getattr(memory, name), (stage, part.slab)
+            matrices.store(buffer, at, gradient.astype(plan.dtype), self.outputs[output], rows)
+
+        store("value", dvalue * factor, 2)
 
         def products(sums: Any) -> None:
             self.multiply_by_keys(sums[0], dscores, "key", part)
@@ -427,8 +424,8 @@ class _BackwardKernel(_AloneKernel):
 
         dquery, dkey = self.backend.accumulate(products, *(zeros((ROWS, plan.head_dim)),) * 2)
         self._await_team(memory.done, part)
-        self.store(memory.query, (stage, part.slab), dquery * (factor * plan.rules.scale), self.outputs[0], rows)
-        self.store(memory.key, (stage, part.slab), dkey * (factor * plan.rules.scale), self.outputs[1], rows)
+        store("query", dquery * (factor * plan.rules.scale), 0)
+        store("key", dkey * (factor * plan.rules.scale), 1)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         memory.pipeline.consumer_release(stage)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short sequences, whose heads some consumer warpgroups compute alone: sizes, supported calls and launch parameters.
+"""Launches of `alone`, the kernels of short sequences: sizes, supported calls and parameters.
 
 The other kernels have a block of threads, or at least a tile of a persistent launch, for each head of each example.
 With thousands of short examples, nearly all of their time passes between tiles.
@@ -17,7 +17,7 @@ from ejkernel.kernels.flash_attention.common import AttentionCall
 
 from .backward_plan import Buffer, padded_dim, shared_bytes
 from .params import BackwardParams, ForwardParams
-from .plan import ROWS, AttentionSizes, sizes_of
+from .plan import ROWS, AttentionSizes, sizes_of, variation
 
 _WIDEST = 128  # columns: wider matrices do not fit into the registers
 _FEW = 32  # rows; with 16, pieces would be half as wide
@@ -82,7 +82,7 @@ class AlonePlan(AttentionSizes):
         return self.key_slabs if name in ("key", "value") else self.team
 
     def rows(self, name: str) -> int:
-        """Return the rows of a slab of an operand that are copied."""
+        """Return how many rows of an operand's slab a copy fills."""
         return self.key_rows if name in ("key", "value") else _rows(self.queries)
 
     @property
@@ -141,9 +141,9 @@ def alone_fault(call: AttentionCall, params: ForwardParams | BackwardParams) -> 
     reason = _reason(call)
     if reason is not None:
         return f"{name} {reason}"
-    if params != _params(call, params.warpgroups, alone_plan(call, params).stages):
-        return f"{name} takes warpgroups and stages, and the defaults of all other parameters; got {params}."
     plan = alone_plan(call, params)
+    if params != _params(call, plan.consumers, plan.stages):
+        return f"{name} takes warpgroups and stages, and the defaults of all other parameters; got {params}."
     if params.warpgroups % plan.team:
         return (
             f"{name} takes a multiple of {plan.team} warpgroups for {call.query[1]} queries, got {params.warpgroups}."
@@ -195,10 +195,10 @@ def _params(call: AttentionCall, warpgroups: int, stages: int) -> ForwardParams 
 
 def _reason(call: AttentionCall) -> str | None:
     """Return why these kernels do not run a call with any parameters; `None` if they do."""
-    rules = call.rules
+    rules, masks = call.rules, call.attention_mask is not None
     given = {
         "a bias": call.bias is not None,
-        "an attention mask that differs between queries": not _is_of_keys(call.attention_mask, call.key[1]),
+        "an attention mask that differs between queries": masks and variation(call.attention_mask, call) != "keys",
         "segment ids": call.segments,
         "query_lengths": call.query_lengths,
         "dropout": rules.dropout_rate > 0,
@@ -216,7 +216,3 @@ def _reason(call: AttentionCall) -> str | None:
 
 def _rows(length: int) -> int:
     return _FEW if length <= _FEW else ROWS
-
-
-def _is_of_keys(mask: tuple[int, ...] | None, keys: int) -> bool:
-    return mask is None or mask[2:] == (1, keys)

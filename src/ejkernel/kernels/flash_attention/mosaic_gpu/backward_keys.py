@@ -413,7 +413,5 @@ class KeyBlockKernel:
         """Start storing the gradient of 64 keys (`which` 0) or values (1)."""
         buffer = (block.memory.key, block.memory.value)[which]
         gradient = block.arrays.restored(gradient, block.example)
-        self.matrices.assign(buffer, (slab,), gradient.astype(self.problem.dtype))
-        plgpu.commit_smem()
-        at = (block.example, pl.ds(block.key + 64 * slab, 64), block.part)
-        self.matrices.copy_out(buffer, (slab,), block.outputs[which], at)
+        rows = (block.example, pl.ds(block.key + 64 * slab, 64), block.part)
+        self.matrices.store(buffer, (slab,), gradient.astype(self.problem.dtype), block.outputs[which], rows)

@@ -176,10 +176,8 @@ class QueriesKernel:
         dquery, _ = over_tiles(block.blocks, of_tile, (zeros((64, self.problem.head_dim)), jnp.int32(0)), masks)
         # The buffer of this consumer's queries is free: no other one reads it, and all products are done.
         dquery = block.arrays.restored(dquery * self.problem.gradient_scale, block.example).astype(self.problem.dtype)
-        self.matrices.assign(memory.query, (warpgroup,), dquery)
-        plgpu.commit_smem()
         at = (block.example, pl.ds(first, 64), block.head)
-        self.matrices.copy_out(memory.query, (warpgroup,), block.output, at)
+        self.matrices.store(memory.query, (warpgroup,), dquery, block.output, at)
         plgpu.wait_smem_to_gmem(0)
 
     def _mainloop(

@@ -25,9 +25,7 @@ _WIDTHS = {False: 0.35, True: 0.7}  # of the weights, in units of `_position`: f
 _NARROW, _MOST_WARPGROUPS = 64, 3  # of heads, and of the forward's tiles for these
 _USUAL = 0.04  # the gain of our kernels where no similar call was measured
 _USUAL_IN_HALF = -0.1  # of backwards in float16 with 65 to 128 columns
-_GAIN_WITH_SINKS = (
-    0.1  # of backwards in a window: cuDNN took 217 us with sinks instead of 191, and ours 204 instead of 201
-)
+_GAIN_WITH_SINKS = 0.1  # of backwards in a window: with sinks cuDNN took 217 us instead of 191, ours 204 instead of 201
 _USUAL_WEIGHT = 0.3  # of the usual gain, where an equal call has 1
 
 

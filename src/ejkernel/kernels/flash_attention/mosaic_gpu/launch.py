@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._numbers import LOG2_E, has_small_range
+from ejkernel.kernels._numbers import LOG2_E
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.flash_attention._batches import fold_examples
 from ejkernel.kernels.flash_attention.common import (
@@ -28,7 +28,7 @@ from .backward_plan import BackwardProblem, backward_problem, bias_in_tiles
 from .params import BackwardParams, ForwardParams
 from .parts import backward_in_key_parts, backward_in_query_parts, forward_in_parts, sum_of_heads
 from .plan import ForwardPlan, forward_plan
-from .ranges import range_factor
+from .ranges import within_range
 from .schedule import order_by_length, schedule
 from .visibility import (
     Blocks,
@@ -238,13 +238,7 @@ def _gradients(
 ) -> Gradients:
     """Return the gradients outside `vmap`; the operands have `dropout_words` in place of the dropout's key."""
     problem = dataclasses.replace(backward_problem(describe(operands, rules)), raised=raised or 0)
-    factor = (
-        None
-        if raised is not None or not has_small_range(problem.dtype)
-        else range_factor(operands, residuals[0], dout, rules)
-    )
-    if factor is not None:
-        dout = dout.astype(jnp.float32) / factor
+    dout, factor = within_range(operands, residuals[0], dout, rules, raised)
     inputs = _backward_inputs(operands, residuals, dout.astype(problem.dtype), problem, params)
     if factor is not None:
         # The kernels multiply their results: passes over these took up to a tenth of the backward.

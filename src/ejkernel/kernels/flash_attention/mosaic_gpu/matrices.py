@@ -63,6 +63,12 @@ class Matrices:
         columns = [columns_from(array, piece * width, width) for piece in range(count)]
         return [(array.at[(*rows, own)], pieces.at[(piece, *at)]) for piece, own in enumerate(columns)]
 
+    def store(self, buffer: Any, at: tuple[Any, ...], value: Any, target: Any, rows: tuple[Any, ...]) -> None:
+        """Start storing a matrix through a buffer that no product needs any more."""
+        self.assign(buffer, at, value)
+        plgpu.commit_smem()
+        self.copy_out(buffer, at, target, rows)
+
     def assign(self, buffer: Any, at: tuple[Any, ...], value: Any) -> None:
         """Store a matrix in shared memory."""
         for piece, tile in enumerate(self.tiles(buffer, *at)):

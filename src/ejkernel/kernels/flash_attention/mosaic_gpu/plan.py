@@ -266,7 +266,7 @@ class ForwardPlan(AttentionSizes):
 
 def forward_plan(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
     """Return the plan of a forward."""
-    bias, mask = _variation(call.bias, call), _variation(call.attention_mask, call)
+    bias, mask = variation(call.bias, call), variation(call.attention_mask, call)
     caps_late = call.bias is not None and call.rules.soft_cap is not None and call.rules.cap_after_bias
     if caps_late and not bias:  # under a cap, a bias that is constant along a row does more than shift the row
         bias = "block"
@@ -313,7 +313,7 @@ def _is_worth_a_table(call: AttentionCall, kv_block: int) -> bool:
     return call.key[1] >= 8 * kv_block and batch * heads * queries * call.key[1] > _MANY_SCORES
 
 
-def _variation(shape: tuple[int, ...] | None, call: AttentionCall) -> str:
+def variation(shape: tuple[int, ...] | None, call: AttentionCall) -> str:
     """Return whether a bias or mask varies along the `keys`, or within a `block` of rows and keys; else empty."""
     if shape is None or (shape[3] == 1 and call.key[1] > 1):
         return ""

@@ -6,12 +6,26 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._numbers import normalized
+from ejkernel.kernels._numbers import has_small_range, normalized
 from ejkernel.kernels.flash_attention.common import Operands, Rules
 
 
-def range_factor(operands: Operands, out: jax.Array | None, dout: jax.Array, rules: Rules) -> jax.Array:
-    """Return the power of two by which to divide the cotangent so that the scores' gradient fits in float16.
+def within_range(
+    operands: Operands, out: jax.Array | None, dout: jax.Array, rules: Rules, raised: int | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the cotangent divided by a power of two that keeps the scores' gradient in range, and that factor.
+
+    The factor is `None` where nothing is divided: for bfloat16, and if the caller has limited the cotangent (`raised`).
+    Without `rules.partial`, `out` is not read and may be `None`.
+    """
+    if raised is not None or not has_small_range(operands.query.dtype):
+        return dout, None
+    factor = _factor(operands, out, dout, rules)
+    return dout.astype(jnp.float32) / factor, factor
+
+
+def _factor(operands: Operands, out: jax.Array | None, dout: jax.Array, rules: Rules) -> jax.Array:
+    """Return the power of two that, as a divisor of the cotangent, makes the scores' gradient fit in float16.
 
     All gradients are linear in the cotangent. The kernels round the scores' gradient; it is at most twice the largest
     product of a row of the cotangent and a value, and their norms limit that. The factor is 1 unless this limit is too
