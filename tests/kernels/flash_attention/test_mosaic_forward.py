@@ -267,10 +267,11 @@ def test_a_bias_is_not_padded_in_memory():
     "case",
     [
         Small(heads=2, rules=CAUSAL, keys=40),  # the first rows see no key
+        Small(heads=2, rules=dataclasses.replace(CAUSAL, soft_cap=5.0), keys=40),
         Small(heads=2, bias=(1, 2, 70, 70)),
         Small(heads=2, bias=(1, 1, 70, 1)),
     ],
-    ids=["causal", "bias", "bias of rows"],
+    ids=["causal", "soft cap", "bias", "bias of rows"],
 )
 @pytest.mark.usefixtures("soon_compiled")
 def test_sinks_are_part_of_the_softmax(mosaic, case):

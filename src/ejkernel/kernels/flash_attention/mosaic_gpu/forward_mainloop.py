@@ -232,6 +232,8 @@ class ForwardConsumer:
         # The maximum makes a sink of minus infinity finite, so that the differences below are no NaN.
         sink = jnp.maximum(self.inputs.sinks[self.part.head] * LOG2_E, _LOWEST)
         own = state.row_max * LOG2_E if self.plan.adds else state.row_max
+        if self._fixed_max is not None:  # the maximum of a row without keys is still that of the soft cap
+            own = jnp.where(state.row_sum == 0.0, _LOWEST, own)
         top = jnp.maximum(own, sink)
         decay = jnp.exp2(own - top)
         total = state.row_sum * decay + jnp.exp2(sink - top)
