@@ -49,7 +49,7 @@ def interpret(monkeypatch):
 
 def run(operands, rules, interpret, warpgroups=2, stages=1):
     """Return output, log-sum-exp and gradients, and a cotangent."""
-    from ejkernel.kernels.flash_attention.mosaic_gpu.alone import backward_alone, forward_alone
+    from ejkernel.kernels.flash_attention.mosaic_gpu.alone_launch import backward_alone, forward_alone
 
     rng = np.random.default_rng(1)
     shape = (*operands.query.shape[:3], operands.value.shape[3])
@@ -57,11 +57,12 @@ def run(operands, rules, interpret, warpgroups=2, stages=1):
     forward = ForwardParams(alone=True, kv_block=64, warpgroups=warpgroups, stages=stages)
     backward = BackwardParams(form="alone", warpgroups=warpgroups, q_stages=stages)
     found = forward_alone(operands, rules, forward, interpret=interpret)
-    return (*found, *backward_alone(operands, dout, rules, backward, interpret=interpret)[:3]), dout
+    gradients = backward_alone(operands, dout, rules, backward, interpret=interpret)
+    return (*found, *gradients[: 3 if operands.bias is None else 4]), dout
 
 
 def expected_of(operands, rules, dout):
-    names = ("query", "key", "value")
+    names = ("query", "key", "value", *["bias"] * (operands.bias is not None))
 
     def function(*arrays):
         return attention(operands._replace(**dict(zip(names, arrays, strict=True))), rules)
@@ -106,6 +107,17 @@ def test_hidden_keys_and_sinks(interpret, more):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bias", [(1, 2, 24, 37), (1, 1, 1, 37), (3, 1, 24, 1), (3, 2, 24, 37)])
+def test_bias(interpret, bias):
+    """The gradient of a shared bias is a sum over examples, in blocks that have one head each."""
+    case = dataclasses.replace(SHORT, keys=37, bias=bias, mask=(3, 1, 24, 37), rules=Rules(scale=0.3, soft_cap=3.0))
+    operands = case.operands("bfloat16")
+    operands = operands._replace(bias=operands.bias.at[..., :2].set(-jnp.inf) if bias[3] > 1 else operands.bias)
+    found, dout = run(operands, case.rules, interpret)
+    assert_alike(found, expected_of(operands, case.rules, dout))
+
+
+@pytest.mark.slow
 def test_weights_far_below_a_sink_keep_their_digits(interpret):
     """The numerators are relative to the largest key, not to the sink: float16 ends at 6e-8, and rounds 1e-6 to 6 %."""
     case = dataclasses.replace(SHORT, rules=Rules(scale=0.05))
@@ -128,7 +140,7 @@ def test_heads_share_keys(interpret):
 @pytest.mark.parametrize("raised", [None, 8])
 def test_float16_gradients_keep_their_digits(interpret, raised):
     """Without `raised`, the first example's scores have gradients beyond 65,504, and only it gets a factor."""
-    from ejkernel.kernels.flash_attention.mosaic_gpu.alone import backward_alone
+    from ejkernel.kernels.flash_attention.mosaic_gpu.alone_launch import backward_alone
 
     operands = SHORT.operands("float16")
     if raised is None:
@@ -146,7 +158,7 @@ def test_float16_gradients_keep_their_digits(interpret, raised):
 @pytest.mark.slow
 def test_examples_of_vmap_have_their_own_sinks(interpret):
     """The sinks of one example would change the weights of others."""
-    from ejkernel.kernels.flash_attention.mosaic_gpu.alone import forward_alone
+    from ejkernel.kernels.flash_attention.mosaic_gpu.alone_launch import forward_alone
 
     operands = dataclasses.replace(SHORT, batch=1).operands("bfloat16")
     params = ForwardParams(alone=True, kv_block=64, stages=1)
@@ -276,7 +288,7 @@ STRICT = {"numpy_rank_promotion": "raise", "numpy_dtype_promotion": "strict"}
 def test_it_is_lowered_inside_shard_map_under_strict_settings(interpret, dtype, settings):
     """For CUDA, which builds the whole kernel and checks its layouts; no GPU is needed."""
     del interpret
-    from ejkernel.kernels.flash_attention.mosaic_gpu.alone import backward_alone, forward_alone
+    from ejkernel.kernels.flash_attention.mosaic_gpu.alone_launch import backward_alone, forward_alone
 
     case = dataclasses.replace(SHORT, batch=4, queries=50, keys=100, mask=(4, 2, 1, 100), rules=Rules(scale=1, right=3))
     types = case.types(dtype)

@@ -3,8 +3,9 @@
 
 The keys of a head fit into one matrix of scores. So the softmax needs one pass, and the gradients need neither the
 output nor the log-sum-exp: maximum and sum of each row are computed again, and the row sums of output times cotangent
-are those of weights times their gradients. No gradient is a sum over blocks of threads. Copies of the next heads
-overlap with the products of these.
+are those of weights times their gradients. Copies of the next heads overlap with the products of these. Only the
+gradient of a shared bias is a sum over blocks of threads: each block has one head, and its consumers add up the
+gradients of their examples in registers.
 """
 
 from __future__ import annotations
@@ -17,25 +18,20 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._hopper.backend import Backend, backend_for
+from ejkernel.kernels._hopper.backend import Backend
 from ejkernel.kernels._hopper.device import quotient, remainder
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 from ejkernel.kernels._numbers import LOG2_E
-from ejkernel.kernels.flash_attention._batches import fold_examples
-from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Gradients, Operands, Residuals, Rules, describe
+from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE
 
-from .alone_support import AlonePlan, alone_plan
+from .alone_support import AlonePlan
 from .forward_mainloop import along_rows
 from .masks import WGMMA, broadcast_index, within_window, zeros
 from .matrices import Matrices
-from .params import BackwardParams, ForwardParams
-from .parts import sum_of_heads
 from .plan import REGISTERS, ROWS
-from .ranges import within_range
 
-_LOWEST = -3e38  # makes a sink of minus infinity finite
-_ALIGNED = 8  # columns: a copy cannot move less than 16 bytes
+_LOWEST = float(np.finfo(np.float32).min)  # in place of minus infinity, where a difference would be NaN
 
 
 class AloneInputs(NamedTuple):
@@ -46,8 +42,9 @@ class AloneInputs(NamedTuple):
         dout: The output's cotangent; only for gradients.
         key_lengths: `[batch]` in int32; `None` without them.
         sinks: `[batch or 1, heads]` in float32; `None` without them.
-        hidden: `[batch or 1, heads or 1, columns]` in float32: minus infinity for keys that a mask hides, 0 for others;
-            `None` without a mask.
+        hidden: `[batch or 1, heads or 1, rows or 1, columns]` in float32: minus infinity for keys that a mask hides, 0
+            for others; `None` without a mask.
+        bias: `[batch or 1, heads or 1, rows, columns]` in float32, for logarithms to the base 2; `None` without one.
         factor: `[batch]` in float32, on the gradients; `None` is 1.
     """
 
@@ -58,6 +55,7 @@ class AloneInputs(NamedTuple):
     key_lengths: Any = None
     sinks: Any = None
     hidden: Any = None
+    bias: Any = None
     factor: Any = None
 
 
@@ -109,68 +107,6 @@ class _Weights(NamedTuple):
     slope: jax.Array | None
 
 
-def forward_alone(operands: Operands, rules: Rules, params: ForwardParams, *, interpret: Any = None) -> Residuals:
-    """Return the output and the log-sum-exp; the arguments are those of `launch.forward`."""
-
-    def attend(operands: Operands) -> tuple[jax.Array, ...]:
-        plan = alone_plan(describe(operands, rules), params)
-        with jax.enable_x64(False):  # the kernels count in int32
-            out, lse = _ForwardKernel(plan, backend_for(interpret)).run(_inputs(operands, None, plan))
-        return out[..., : operands.value.shape[3]], lse[:, :, : plan.queries]
-
-    out, lse = fold_examples(attend)(_by_example(operands))
-    return out, lse
-
-
-def backward_alone(
-    operands: Operands,
-    dout: jax.Array,
-    rules: Rules,
-    params: BackwardParams,
-    *,
-    raised: int | None = None,
-    interpret: Any = None,
-) -> Gradients:
-    """Return the gradients of query, key and value.
-
-    The arguments are those of `launch.backward`, but the operands have the forward's sinks.
-    """
-
-    def pull(operands: Operands, dout: jax.Array) -> tuple[jax.Array, ...]:
-        plan = alone_plan(describe(operands, rules), params, raised)
-        with jax.enable_x64(False):
-            dout, factor = within_range(operands, None, dout, rules, raised)
-            inputs = _inputs(operands, dout, plan)
-            if factor is not None:
-                inputs = inputs._replace(factor=jnp.broadcast_to(factor.ravel(), plan.batch))
-            dquery, *found = _BackwardKernel(plan, backend_for(interpret)).run(inputs)
-            found = [dquery, *(sum_of_heads(x, plan.heads // plan.groups) for x in found)]
-        return tuple(x[..., : like.shape[3]] for x, like in zip(found, operands[:3], strict=True))
-
-    dquery, dkey, dvalue = fold_examples(pull)(_by_example(operands), dout)
-    return dquery, dkey, dvalue, None
-
-
-def _by_example(operands: Operands) -> Operands:
-    """Return the operands, all with a batch axis, into which `vmap` folds examples."""
-    sinks = operands.sinks
-    return operands._replace(sinks=None if sinks is None else sinks.astype(jnp.float32)[None], dropout_key=None)
-
-
-def _inputs(operands: Operands, dout: jax.Array | None, plan: AlonePlan) -> AloneInputs:
-    def padded(x: jax.Array) -> jax.Array:
-        return jnp.pad(x.astype(plan.dtype), [(0, 0)] * 3 + [(0, -x.shape[3] % _ALIGNED)])
-
-    lengths = operands.key_lengths
-    lengths = None if lengths is None else jnp.clip(lengths, 0, plan.keys).astype(jnp.int32)
-    hidden = operands.attention_mask
-    if hidden is not None:
-        hidden = jnp.where(hidden[:, :, 0], jnp.float32(0), -jnp.inf)
-        hidden = jnp.pad(hidden, [(0, 0), (0, 0), (0, plan.columns - plan.keys)])
-    query, key, value = (padded(x) for x in operands[:3])
-    return AloneInputs(query, key, value, None if dout is None else padded(dout), lengths, operands.sinks, hidden)
-
-
 class _AloneKernel:
     """The common part of forward and backward: launch, producer, and the weights of a head."""
 
@@ -197,9 +133,20 @@ class _AloneKernel:
         """Return the types of the results."""
         raise NotImplementedError
 
-    def compute(self, part: _Part) -> None:
-        """Compute a consumer's part of a head, start storing its results, and release the stage."""
+    def compute(self, part: _Part, sums: Any) -> Any:
+        """Compute a consumer's part of a head, start storing its results, and release the stage.
+
+        Returns:
+            `sums`, with what this head adds.
+        """
         raise NotImplementedError
+
+    def first_sums(self) -> Any:
+        """Return the sums over all heads of a consumer, before the first."""
+        return ()
+
+    def store_sums(self, sums: Any, team: Any) -> None:
+        """Store these sums after the last head."""
 
     def _memory_types(self) -> _Memory:
         plan, buffers = self.plan, self.plan.buffers
@@ -225,8 +172,11 @@ class _AloneKernel:
 
     def _block(self, inputs: AloneInputs, outputs: Any, memory: _Memory) -> None:
         self.inputs, self.outputs, self.memory = inputs, outputs, memory
-        consumers = self.plan.consumers
-        count = quotient(self.plan.items - 1 - lax.axis_index(PROGRAM), self.plan.programs) + 1
+        plan, program, consumers = self.plan, lax.axis_index(PROGRAM), self.plan.consumers
+        if plan.keeps_heads:
+            count = quotient(plan.batch - 1 - quotient(program, plan.heads), plan.programs // plan.heads) + 1
+        else:
+            count = quotient(plan.items - 1 - program, plan.programs) + 1
         dispatch_warpgroup(
             lax.axis_index(WARPGROUP),
             consumers,
@@ -237,7 +187,7 @@ class _AloneKernel:
 
     def _item(self, number: Any) -> _Item:
         plan = self.plan
-        place = number * plan.programs + lax.axis_index(PROGRAM)
+        place = number * plan.programs + lax.axis_index(PROGRAM)  # with whole heads in `programs`, one head for all
         return _Item(quotient(place, plan.heads), remainder(place, plan.heads), self.memory.pipeline.stage(number))
 
     def rows(self, item: _Item, slab: Any, size: int = ROWS) -> tuple[Any, ...]:
@@ -268,12 +218,13 @@ class _AloneKernel:
             (warpgroup, 0) if plan.team == 1 else (quotient(warpgroup, plan.team), remainder(warpgroup, plan.team))
         )
 
-        @pl.loop(0, quotient(count + plan.teams - 1 - team, plan.teams))
-        def _compute(turn: Any) -> None:
+        def compute(turn: Any, sums: Any) -> Any:
             item = self._item(turn * plan.teams + team)
             pipeline.consumer_wait(item.stage)
-            self.compute(_Part(item, team, slab, warpgroup))
+            return self.compute(_Part(item, team, slab, warpgroup), sums)
 
+        turns = quotient(count + plan.teams - 1 - team, plan.teams)
+        self.store_sums(lax.fori_loop(0, turns, compute, self.first_sums()), team)
         plgpu.wait_smem_to_gmem(0)
 
     def tiles(self, name: str, part: _Part, slab: Any, *rows: Any) -> list[Any]:
@@ -305,21 +256,35 @@ class _AloneKernel:
         size = self.plan.key_rows
         return [x[:, i * size : (i + 1) * size] for i in range(self.plan.key_slabs)] if self.plan.key_slabs > 1 else [x]
 
-    def weights(self, part: _Part, products: jax.Array) -> _Weights:
-        """Return the weights, given the products of queries and keys."""
-        plan, rules, slope = self.plan, self.plan.rules, None
+    def terms(self, part: _Part) -> tuple[jax.Array | None, jax.Array | None]:
+        """Return the mask and the bias of a consumer's queries; called while products are in flight."""
+        hidden, bias = self.inputs.hidden, self.inputs.bias
+
+        def load(x: Any) -> jax.Array:
+            at, columns = broadcast_index(x, part.item.example, part.item.head), pl.ds(0, self.plan.columns)
+            if x.shape[2] > 1:
+                rows = x.at[(*at, pl.ds(part.slab * ROWS, ROWS), columns)]
+                whole: jax.Array = plgpu.load(rows, layout=WGMMA, optimized=False)
+                return whole
+            by_key = plgpu.load(x.at[(*at, 0, columns)], layout=WGMMA.reduce(0), optimized=False)
+            return lax.broadcast_in_dim(by_key, self.square, [1])
+
+        return None if hidden is None else load(hidden), None if bias is None else load(bias)
+
+    def weights(self, part: _Part, products: jax.Array, hidden: jax.Array | None, bias: jax.Array | None) -> _Weights:
+        """Return the weights, given the products of queries and keys, and the `terms`."""
+        rules, slope = self.plan.rules, None
         if rules.soft_cap is None:
             logits = products * (rules.scale * LOG2_E)
         else:
             squashed = jnp.tanh(products * (rules.scale / rules.soft_cap))
             logits, slope = squashed * (rules.soft_cap * LOG2_E), 1 - squashed * squashed
+        if bias is not None:
+            logits = logits + bias
         for condition in self._visible(part):
             logits = jnp.where(condition, logits, -jnp.inf)
-        if self.inputs.hidden is not None:
-            hidden = self.inputs.hidden
-            at = (*broadcast_index(hidden, part.item.example, part.item.head), pl.ds(0, plan.columns))
-            by_key = plgpu.load(hidden.at[at], layout=WGMMA.reduce(0), optimized=False)
-            logits = jnp.where(lax.broadcast_in_dim(by_key, self.square, [1]) < 0, -jnp.inf, logits)
+        if hidden is not None:
+            logits = jnp.where(hidden < 0, -jnp.inf, logits)
         top = jnp.maximum(logits.max(axis=1), _LOWEST)
         weights = jnp.exp2(logits - along_rows(top, self.square))
         total = weights.sum(axis=1)
@@ -349,7 +314,7 @@ class _AloneKernel:
         return conditions
 
 
-class _ForwardKernel(_AloneKernel):
+class ForwardKernel(_AloneKernel):
     """Outputs, and the log-sum-exp of whole slabs of queries."""
 
     name = "attention_forward_alone"
@@ -362,14 +327,15 @@ class _ForwardKernel(_AloneKernel):
             jax.ShapeDtypeStruct((plan.batch, plan.heads, plan.team * ROWS), jnp.float32),
         ]
 
-    def compute(self, part: _Part) -> None:
+    def compute(self, part: _Part, sums: Any) -> Any:
         """See `_AloneKernel`."""
 
         def products(scores: Any) -> Any:
             self.multiply_with_keys(scores, "query", "key", part)
-            return self.backend.read(scores, pending=0)
+            terms = self.terms(part)
+            return self.weights(part, self.backend.read(scores, pending=0), *terms)
 
-        found = self.weights(part, self.backend.with_accumulators(products, self.square))
+        found = self.backend.with_accumulators(products, self.square)
         # Rounded before the product starts, which reads the registers.
         left = found.weights.astype(self.plan.dtype)
         (out,) = self.backend.accumulate(
@@ -381,22 +347,44 @@ class _ForwardKernel(_AloneKernel):
         out = out * along_rows(found.share, out.shape)
         self.matrices.store(self.memory.out, (part.warpgroup,), out.astype(self.plan.dtype), self.outputs[0], rows)
         self.outputs[1].at[part.item.example, part.item.head, pl.ds(part.slab * ROWS, ROWS)][...] = found.lse
+        return sums
 
 
-class _BackwardKernel(_AloneKernel):
-    """Gradients of query, key and value."""
+class BackwardKernel(_AloneKernel):
+    """Gradients of query, key and value, and of the rows and columns of a bias."""
 
     name = "attention_backward_alone"
 
     def out_types(self, inputs: AloneInputs) -> list[jax.ShapeDtypeStruct]:
         """See `_AloneKernel`; each query head has gradients of keys and values, which XLA adds up for a key head."""
-        heads = self.plan.heads
-        return [jax.ShapeDtypeStruct((*x.shape[:2], heads, x.shape[3]), x.dtype) for x in inputs[:3]]
+        plan, heads = self.plan, self.plan.heads
+        types = [jax.ShapeDtypeStruct((*x.shape[:2], heads, x.shape[3]), x.dtype) for x in inputs[:3]]
+        if inputs.bias is not None:
+            terms = plan.programs // heads * plan.teams if plan.keeps_heads else plan.batch
+            types.append(jax.ShapeDtypeStruct((terms, heads, plan.team * ROWS, plan.columns), jnp.float32))
+        return types
 
-    def compute(self, part: _Part) -> None:
+    def first_sums(self) -> Any:
+        """See `_AloneKernel`."""
+        return zeros(self.square) if self.plan.keeps_heads else ()
+
+    def store_sums(self, sums: Any, team: Any) -> None:
+        """See `_AloneKernel`."""
+        if self.plan.keeps_heads:
+            program, heads = lax.axis_index(PROGRAM), self.plan.heads
+            self._store_dbias(sums, quotient(program, heads) * self.plan.teams + team, remainder(program, heads), 0)
+
+    def compute(self, part: _Part, sums: Any) -> Any:
         """See `_AloneKernel`."""
         plan, memory, matrices, stage = self.plan, self.memory, self.matrices, part.item.stage
-        weights, dscores = self._scores_gradient(part)
+        factor = 2.0**-plan.raised
+        if self.inputs.factor is not None:
+            factor = factor * self.inputs.factor[part.item.example]
+        weights, dscores, dlogits = self._scores_gradient(part)
+        if plan.keeps_heads:
+            sums = sums + dlogits * factor
+        elif self.inputs.bias is not None:
+            self._store_dbias(dlogits * factor, part.item.example, part.item.head, part.slab)
         for slab, (one, other) in enumerate(zip(self.slabs_of(weights), self.slabs_of(dscores), strict=True)):
             at = (part.team, slab, part.slab, slice(None), pl.ds(0, plan.key_rows))
             memory.weights.at[at][...] = one
@@ -408,9 +396,6 @@ class _BackwardKernel(_AloneKernel):
             zeros((ROWS, plan.value_dim)),
         )
         rows = self.rows(part.item, part.slab)
-        factor = 2.0**-plan.raised
-        if self.inputs.factor is not None:
-            factor = factor * self.inputs.factor[part.item.example]
 
         def store(name: str, gradient: jax.Array, output: int) -> None:
             buffer, at = getattr(memory, name), (stage, part.slab)
@@ -428,25 +413,30 @@ class _BackwardKernel(_AloneKernel):
         store("key", dkey * (factor * plan.rules.scale), 1)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         memory.pipeline.consumer_release(stage)
+        return sums
 
-    def _scores_gradient(self, part: _Part) -> tuple[jax.Array, jax.Array]:
-        """Return the weights, and the gradient of the products of queries and keys, in the operands' dtype."""
+    def _store_dbias(self, dlogits: jax.Array, term: Any, head: Any, slab: Any) -> None:
+        self.outputs[3].at[term, head, pl.ds(slab * ROWS, ROWS)][...] = dlogits
+
+    def _scores_gradient(self, part: _Part) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the weights and the gradient of the products, in the operands' dtype, and that of the logits."""
         plan = self.plan
 
         def products(scores: Any, pulls: Any) -> Any:
             self.multiply_with_keys(scores, "query", "key", part)
             self.multiply_with_keys(pulls, "dout", "value", part)
+            terms = self.terms(part)
             # The weights are computed while the second product is in flight.
             pending = plan.key_slabs * self.pieces("value")
-            found = self.weights(part, self.backend.read(scores, pending=pending))
+            found = self.weights(part, self.backend.read(scores, pending=pending), *terms)
             weights = found.weights * along_rows(found.share * 2.0**plan.raised, self.square)
             return weights, self.backend.read(pulls, pending=0), found.slope
 
         weights, pulls, slope = self.backend.with_accumulators(products, self.square, self.square)
         delta = (weights * pulls).sum(axis=1) * 2.0**-plan.raised
-        dscores = weights * (pulls - along_rows(delta, self.square))
-        dscores = dscores if slope is None else dscores * slope
-        return weights.astype(plan.dtype), dscores.astype(plan.dtype)
+        dlogits = weights * (pulls - along_rows(delta, self.square))
+        dscores = dlogits if slope is None else dlogits * slope
+        return weights.astype(plan.dtype), dscores.astype(plan.dtype), dlogits
 
     def _multiply_by_queries(self, total: Any, scores: Any, rows: str, part: _Part) -> None:
         """Start the product of the transposed scores of the consumer's keys, and all rows of queries."""

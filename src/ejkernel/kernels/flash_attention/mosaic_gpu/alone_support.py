@@ -17,7 +17,7 @@ from ejkernel.kernels.flash_attention.common import AttentionCall
 
 from .backward_plan import Buffer, padded_dim, shared_bytes
 from .params import BackwardParams, ForwardParams
-from .plan import ROWS, AttentionSizes, sizes_of, variation
+from .plan import ROWS, AttentionSizes, sizes_of
 
 _WIDEST = 128  # columns: wider matrices do not fit into the registers
 _FEW = 32  # rows; with 16, pieces would be half as wide
@@ -34,6 +34,7 @@ class AlonePlan(AttentionSizes):
     Attributes:
         dtype: Of the operands.
         key_lengths: Whether examples have key lengths.
+        bias: The first two sizes of the bias; `None` without one.
         backward: Whether the launch computes gradients.
         raised: As in `BackwardProblem`.
         consumers: Consumer warpgroups.
@@ -42,6 +43,7 @@ class AlonePlan(AttentionSizes):
 
     dtype: str
     key_lengths: bool
+    bias: tuple[int, int] | None
     backward: bool
     raised: int
     consumers: int
@@ -63,8 +65,15 @@ class AlonePlan(AttentionSizes):
         return self.batch * self.heads
 
     @property
+    def keeps_heads(self) -> bool:
+        """Whether a block of threads has one head of many examples, so that it adds up the gradient of their bias."""
+        return self.bias is not None and self.bias[0] == 1
+
+    @property
     def programs(self) -> int:
         """Blocks of threads."""
+        if self.keeps_heads:
+            return self.heads * max(1, min(MULTIPROCESSORS // self.heads, self.batch))
         return min(MULTIPROCESSORS, self.items)
 
     @property
@@ -123,6 +132,7 @@ def alone_plan(call: AttentionCall, params: ForwardParams | BackwardParams, rais
         **sizes_of(call, padded_dim),
         dtype=call.dtype,
         key_lengths=call.key_lengths,
+        bias=None if call.bias is None else call.bias[:2],
         backward=isinstance(params, BackwardParams),
         raised=raised or 0,
         consumers=params.warpgroups,
@@ -195,10 +205,10 @@ def _params(call: AttentionCall, warpgroups: int, stages: int) -> ForwardParams 
 
 def _reason(call: AttentionCall) -> str | None:
     """Return why these kernels do not run a call with any parameters; `None` if they do."""
-    rules, masks = call.rules, call.attention_mask is not None
+    rules, longest = call.rules, max(call.query[1], call.key[1])
     given = {
-        "a bias": call.bias is not None,
-        "an attention mask that differs between queries": masks and variation(call.attention_mask, call) != "keys",
+        "a bias below a soft cap": call.bias is not None and rules.soft_cap is not None and rules.cap_after_bias,
+        f"the gradient of a bias beyond {ROWS} tokens": call.backward and call.bias is not None and longest > ROWS,
         "segment ids": call.segments,
         "query_lengths": call.query_lengths,
         "dropout": rules.dropout_rate > 0,
@@ -207,7 +217,7 @@ def _reason(call: AttentionCall) -> str | None:
     found = next((text for text, is_given in given.items() if is_given), None)
     if found is not None:
         return f"does not support {found}."
-    if max(call.query[1], call.key[1]) > _LONGEST:
+    if longest > _LONGEST:
         return f"takes at most {_LONGEST} queries and keys, got {call.query[1]} and {call.key[1]}."
     if max(call.query[3], call.value[3]) > _WIDEST:
         return f"takes at most {_WIDEST} columns, got {call.query[3]} and {call.value[3]}."

@@ -62,7 +62,7 @@ def forward(operands: Operands, rules: Rules, params: ForwardParams, *, interpre
         out, lse = forward_of_wide(operands._replace(sinks=None), rules, params, interpret=interpret)
         return (out, lse) if operands.sinks is None else with_sinks(out, lse, operands.sinks)
     if params.alone:
-        from .alone import forward_alone
+        from .alone_launch import forward_alone
 
         return forward_alone(operands, rules, params, interpret=interpret)
     if params.key_parts > 1:
@@ -200,7 +200,7 @@ def backward(
 
         return backward_of_wide(operands, residuals, dout, rules, params, interpret=interpret)
     if params.form == "alone":
-        from .alone import backward_alone
+        from .alone_launch import backward_alone
 
         return backward_alone(operands, dout, rules, params, raised=raised, interpret=interpret)
     if params.key_parts > 1 or params.query_parts > 1:

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry points of `alone`, the kernels of short sequences: they prepare the operands and unpack the results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels._hopper.backend import backend_for
+from ejkernel.kernels._numbers import LOG2_E
+from ejkernel.kernels.flash_attention._batches import fold_examples
+from ejkernel.kernels.flash_attention.common import Gradients, Operands, Residuals, Rules, describe
+
+from .alone import AloneInputs, BackwardKernel, ForwardKernel
+from .alone_support import AlonePlan, alone_plan
+from .params import BackwardParams, ForwardParams
+from .parts import sum_of_heads
+from .plan import ROWS
+from .ranges import within_range
+
+_ALIGNED = 8  # columns: a copy cannot move less than 16 bytes
+_HUGE = 2e38  # times `LOG2_E`, a larger bias is infinite
+
+
+def forward_alone(operands: Operands, rules: Rules, params: ForwardParams, *, interpret: Any = None) -> Residuals:
+    """Return the output and the log-sum-exp; the arguments are those of `launch.forward`."""
+
+    def attend(operands: Operands) -> tuple[jax.Array, ...]:
+        plan = alone_plan(describe(operands, rules), params)
+        with jax.enable_x64(False):  # the kernels count in int32
+            out, lse = ForwardKernel(plan, backend_for(interpret)).run(_inputs(operands, None, plan))
+        return out[..., : operands.value.shape[3]], lse[:, :, : plan.queries]
+
+    out, lse = fold_examples(attend, lambda args: args[0].bias, shared=True)(_by_example(operands))
+    return out, lse
+
+
+def backward_alone(
+    operands: Operands,
+    dout: jax.Array,
+    rules: Rules,
+    params: BackwardParams,
+    *,
+    raised: int | None = None,
+    interpret: Any = None,
+) -> Gradients:
+    """Return the gradients of query, key, value and bias.
+
+    The arguments are those of `launch.backward`, but the operands have the forward's sinks.
+    """
+
+    def pull(operands: Operands, dout: jax.Array) -> tuple[jax.Array, ...]:
+        plan = alone_plan(describe(operands, rules), params, raised)
+        with jax.enable_x64(False):
+            dout, factor = within_range(operands, None, dout, rules, raised)
+            inputs = _inputs(operands, dout, plan)
+            if factor is not None:
+                inputs = inputs._replace(factor=jnp.broadcast_to(factor.ravel(), plan.batch))
+            dquery, dkey, dvalue, *dbias = BackwardKernel(plan, backend_for(interpret)).run(inputs)
+            found = [dquery, *(sum_of_heads(x, plan.heads // plan.groups) for x in (dkey, dvalue))]
+        found = [x[..., : like.shape[3]] for x, like in zip(found, operands[:3], strict=True)]
+        return *found, *(_gradient_of_bias(x, operands) for x in dbias)
+
+    dquery, dkey, dvalue, *dbias = fold_examples(pull, lambda args: args[0].bias)(_by_example(operands), dout)
+    return dquery, dkey, dvalue, dbias[0] if dbias else None
+
+
+def _by_example(operands: Operands) -> Operands:
+    """Return the operands, all with a batch axis, into which `vmap` folds examples."""
+    sinks = operands.sinks
+    return operands._replace(sinks=None if sinks is None else sinks.astype(jnp.float32)[None], dropout_key=None)
+
+
+def _inputs(operands: Operands, dout: jax.Array | None, plan: AlonePlan) -> AloneInputs:
+    def padded(x: jax.Array) -> jax.Array:
+        return jnp.pad(x.astype(plan.dtype), [(0, 0)] * 3 + [(0, -x.shape[3] % _ALIGNED)])
+
+    lengths = operands.key_lengths
+    lengths = None if lengths is None else jnp.clip(lengths, 0, plan.keys).astype(jnp.int32)
+    query, key, value = (padded(x) for x in operands[:3])
+    given = {"key_lengths": lengths, "sinks": operands.sinks, "hidden": _hidden(operands, plan)}
+    return AloneInputs(query, key, value, None if dout is None else padded(dout), bias=_bias(operands, plan), **given)
+
+
+def _hidden(operands: Operands, plan: AlonePlan) -> jax.Array | None:
+    """Return `AloneInputs.hidden`."""
+    mask = operands.attention_mask
+    return None if mask is None else _in_slabs(jnp.where(mask, jnp.float32(0), -jnp.inf), plan, mask.shape[2])
+
+
+def _bias(operands: Operands, plan: AlonePlan) -> jax.Array | None:
+    """Return `AloneInputs.bias`; numbers near the largest of float32 stay as they are."""
+    if operands.bias is None:
+        return None
+    bias = operands.bias.astype(jnp.float32)
+    return _in_slabs(jnp.where(jnp.abs(bias) < _HUGE, bias * LOG2_E, bias), plan, plan.queries)
+
+
+def _in_slabs(x: jax.Array, plan: AlonePlan, rows: int) -> jax.Array:
+    """Return `[batch or 1, heads or 1, rows, columns]`, with whole slabs of rows unless there is one row."""
+    x = jnp.broadcast_to(x, (*x.shape[:2], rows, plan.keys))
+    missing = plan.team * ROWS - rows if rows > 1 else 0
+    return jnp.pad(x, [(0, 0), (0, 0), (0, missing), (0, plan.columns - plan.keys)])
+
+
+def _gradient_of_bias(terms: jax.Array, operands: Operands) -> jax.Array:
+    """Return the sum of the kernel's terms, as the gradient of a bias of any broadcast shape."""
+    bias: Any = operands.bias
+    terms = terms[:, :, : operands.query.shape[1], : operands.key.shape[1]]
+    axes = tuple(axis for axis, size in enumerate(bias.shape) if size == 1)
+    return terms.sum(axis=axes, keepdims=True).astype(bias.dtype)
