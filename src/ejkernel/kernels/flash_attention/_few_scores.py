@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from ejkernel.kernels._hopper import MULTIPROCESSORS, may_be_on_hopper
+from ejkernel.kernels._hopper import may_be_on_hopper
 from ejkernel.ops.utils.values.signature import is_known
 
 from ._xla_blocks import WIDEST_OF_OTHERS, has_blocks, is_on_gpu, is_one_block
@@ -17,7 +17,6 @@ from .common import AttentionCall
 _FEW = 1 << 22  # scores of a gradient that computes its softmax again
 _FEW_OF_WIDE = 1 << 21  # scores of heads with more than 256 columns
 _LEAST_WORK = 9_000_000  # queries of a head, times its columns squared: with less, a kernel with few tiles is fast too
-_SHORT_WITH_BIAS = 55  # queries and keys; 49 at D32: 1,017 us instead of 1,325, but 56 at D128: 269 instead of 214
 _SHORT_WITH_SHARED_KEYS = 16  # queries; 12 at D64: 98 us instead of 126, but 25: 384 instead of 152
 _SHORTEST_WITH_SHARED_KEYS = 8  # queries, also forward; 5 at D64: 93 us instead of 127; but 4 of 38 keys: 403 and 321
 _SHORTEST = 16  # scores of a wide head; 4 and 4 at D104: 940 us instead of 1,257, but 4 of 10 keys: 133 instead of 68
@@ -61,13 +60,10 @@ def is_fastest_in_plain_jax(call: AttentionCall) -> bool:
 
 def _is_of_short_sequences(call: AttentionCall) -> bool:
     """Return whether plain JAX computes short sequences, or their gradients, faster than our kernels."""
-    given = call.segments or call.query_lengths or call.attention_mask or call.rules.dropout_rate
-    if call.dtype not in ("bfloat16", "float16") or (given and call.bias is None):
+    given = call.segments or call.query_lengths or call.attention_mask or call.bias or call.rules.dropout_rate
+    if call.dtype not in ("bfloat16", "float16") or given:
         return False
-    (batch, queries, heads, dim), keys = call.query, call.key[1]
-    if call.bias is not None:
-        many = call.examples * batch * heads > MULTIPROCESSORS
-        return call.backward and many and max(queries, keys) <= _SHORT_WITH_BIAS
+    (_, queries, heads, dim), keys = call.query, call.key[1]
     if call.backward and queries * keys <= _SHORTEST and dim > 64:
         return True
     if heads == call.key[2]:
