@@ -25,6 +25,7 @@ from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 from ejkernel.kernels._numbers import LOG2_E
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE
 
+from .alone_single import convert
 from .alone_support import AlonePlan
 from .forward_mainloop import along_rows
 from .masks import WGMMA, broadcast_index, within_window, zeros
@@ -69,6 +70,10 @@ class _Memory(NamedTuple):
     dout: Any
     weights: Any
     dscores: Any
+    staged_query: Any  # in float32
+    staged_key: Any
+    staged_value: Any
+    largest: Any  # of each row of these
     pipeline: Pipeline
     shared: Any  # weights and scores' gradients of a team are written
     done: Any  # and no product needs them any more
@@ -150,14 +155,16 @@ class _AloneKernel:
 
     def _memory_types(self) -> _Memory:
         plan, buffers = self.plan, self.plan.buffers
-        types: dict[str, Any] = {
-            name: self.matrices.type(buffer, plan.dtype)
-            for name, buffer in buffers.items()
-            if name not in ("weights", "dscores")
-        }
-        for name in set(buffers) - set(types):
-            types[name] = tiled(buffers[name].shape, plan.dtype, buffers[name].swizzle)
-        copies = sum(self.pieces(name) for name, _ in self._slabs())
+        types: dict[str, Any] = {}
+        for name, buffer in buffers.items():
+            dtype = jnp.float32 if buffer.itemsize > 2 else plan.dtype
+            if name == "largest":
+                types[name] = plgpu.SMEM(buffer.shape, dtype)
+            elif name in ("weights", "dscores"):
+                types[name] = tiled(buffer.shape, dtype, buffer.swizzle)
+            else:
+                types[name] = self.matrices.type(buffer, dtype)
+        copies = sum(self.pieces(self._stages_of(name)) for name, _ in self._slabs())
         # Teams share no stage: each must wait for every copy into its stages.
         types["pipeline"] = Pipeline.types(plan.teams * plan.stages, consumers=plan.team, copies=copies)
         if plan.backward and plan.team > 1:
@@ -169,6 +176,10 @@ class _AloneKernel:
         """Return the name and the slab of each copy to shared memory."""
         names = ("query", "key", "value", *["dout"] * self.plan.backward)
         return [(name, slab) for name in names for slab in range(self.plan.slabs(name))]
+
+    def _stages_of(self, name: str) -> str:
+        """Return the name of the buffer that copies of an operand fill."""
+        return f"staged_{name}" if self.plan.single else name
 
     def _block(self, inputs: AloneInputs, outputs: Any, memory: _Memory) -> None:
         self.inputs, self.outputs, self.memory = inputs, outputs, memory
@@ -205,7 +216,7 @@ class _AloneKernel:
             group = item._replace(head=quotient(item.head, self.plan.heads // self.plan.groups))
             pipeline.producer_wait(number, item.stage)
             for name, slab in self._slabs():
-                size, buffer = self.plan.rows(name), getattr(self.memory, name)
+                size, buffer = self.plan.rows(name), getattr(self.memory, self._stages_of(name))
                 rows = self.rows(group if name in ("key", "value") else item, slab, size)
                 at, full = (item.stage, slab, pl.ds(0, size)), pipeline.full.at[item.stage]
                 self.matrices.copy_in(getattr(self.inputs, name), rows, buffer, at, full)
@@ -323,12 +334,16 @@ class ForwardKernel(_AloneKernel):
         """See `_AloneKernel`."""
         plan = self.plan
         return [
-            jax.ShapeDtypeStruct((*inputs.query.shape[:3], inputs.value.shape[3]), plan.dtype),
+            jax.ShapeDtypeStruct((*inputs.query.shape[:3], inputs.value.shape[3]), inputs.query.dtype),
             jax.ShapeDtypeStruct((plan.batch, plan.heads, plan.team * ROWS), jnp.float32),
         ]
 
     def compute(self, part: _Part, sums: Any) -> Any:
         """See `_AloneKernel`."""
+        plan, undone = self.plan, None
+        if plan.single:
+            undone = convert(self, part)
+            part = part._replace(item=part.item._replace(stage=part.team))
 
         def products(scores: Any) -> Any:
             self.multiply_with_keys(scores, "query", "key", part)
@@ -337,15 +352,18 @@ class ForwardKernel(_AloneKernel):
 
         found = self.backend.with_accumulators(products, self.square)
         # Rounded before the product starts, which reads the registers.
-        left = found.weights.astype(self.plan.dtype)
+        left = found.weights.astype(plan.dtype)
         (out,) = self.backend.accumulate(
-            lambda sums: self.multiply_by_keys(sums[0], left, "value", part), zeros((ROWS, self.plan.value_dim))
+            lambda sums: self.multiply_by_keys(sums[0], left, "value", part), zeros((ROWS, plan.value_dim))
         )
-        self.memory.pipeline.consumer_release(part.item.stage)
+        if not plan.single:
+            self.memory.pipeline.consumer_release(part.item.stage)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous output must have left the buffer
         rows = self.rows(part.item, part.slab)
-        out = out * along_rows(found.share, out.shape)
-        self.matrices.store(self.memory.out, (part.warpgroup,), out.astype(self.plan.dtype), self.outputs[0], rows)
+        out = out * along_rows(found.share if undone is None else found.share * undone, out.shape)
+        self.matrices.store(
+            self.memory.out, (part.warpgroup,), out.astype(self.outputs[0].dtype), self.outputs[0], rows
+        )
         self.outputs[1].at[part.item.example, part.item.head, pl.ds(part.slab * ROWS, ROWS)][...] = found.lse
         return sums
 

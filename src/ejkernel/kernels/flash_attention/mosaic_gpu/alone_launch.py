@@ -75,7 +75,7 @@ def _by_example(operands: Operands) -> Operands:
 
 def _inputs(operands: Operands, dout: jax.Array | None, plan: AlonePlan) -> AloneInputs:
     def padded(x: jax.Array) -> jax.Array:
-        return jnp.pad(x.astype(plan.dtype), [(0, 0)] * 3 + [(0, -x.shape[3] % _ALIGNED)])
+        return jnp.pad(x if plan.single else x.astype(plan.dtype), [(0, 0)] * 3 + [(0, -x.shape[3] % _ALIGNED)])
 
     lengths = operands.key_lengths
     lengths = None if lengths is None else jnp.clip(lengths, 0, plan.keys).astype(jnp.int32)
@@ -102,7 +102,7 @@ def _in_slabs(x: jax.Array, plan: AlonePlan, rows: int) -> jax.Array:
     """Return `[batch or 1, heads or 1, rows, columns]`, with whole slabs of rows unless there is one row."""
     x = jnp.broadcast_to(x, (*x.shape[:2], rows, plan.keys))
     missing = plan.team * ROWS - rows if rows > 1 else 0
-    return jnp.pad(x, [(0, 0), (0, 0), (0, missing), (0, plan.columns - plan.keys)])
+    return jnp.pad(x, [(0, 0), (0, 0), (0, missing), (0, plan.key_slabs * ROWS - plan.keys)])
 
 
 def _gradient_of_bias(terms: jax.Array, operands: Operands) -> jax.Array:

@@ -32,7 +32,8 @@ class AlonePlan(AttentionSizes):
     each of them also computes the gradients of a slab of keys.
 
     Attributes:
-        dtype: Of the operands.
+        dtype: Of the operands of products.
+        single: Whether the arrays are in float32, and the kernel converts them.
         key_lengths: Whether examples have key lengths.
         bias: The first two sizes of the bias; `None` without one.
         backward: Whether the launch computes gradients.
@@ -42,6 +43,7 @@ class AlonePlan(AttentionSizes):
     """
 
     dtype: str
+    single: bool
     key_lengths: bool
     bias: tuple[int, int] | None
     backward: bool
@@ -107,6 +109,8 @@ class AlonePlan(AttentionSizes):
         # A product takes whole tiles: no piece has more columns than rows that are summed. And both factors have the
         # same swizzle.
         few = self.key_rows
+        if self.single:
+            return self._buffers_of_single
         if not self.backward:
             return {
                 "query": Buffer((*rows, self.head_dim)),
@@ -125,12 +129,29 @@ class AlonePlan(AttentionSizes):
             "dscores": Buffer(square, columns=math.gcd(few, self.head_dim)),
         }
 
+    @property
+    def _buffers_of_single(self) -> dict[str, Buffer]:
+        """Stages in float32, which consumers convert, and one float16 operand for each team."""
+        dims = {"query": self.head_dim, "key": self.head_dim, "value": self.value_dim}
+        stages, buffers = self.teams * self.stages, {}
+        for name, dim in dims.items():
+            buffers[f"staged_{name}"] = Buffer((stages, self.slabs(name), ROWS, dim), itemsize=4)
+            columns = self.key_rows if name == "value" else 0
+            buffers[name] = Buffer((self.teams, self.slabs(name), ROWS, dim), columns=columns)
+        buffers["out"] = Buffer((self.consumers, ROWS, self.value_dim), itemsize=4)
+        return buffers | {"largest": Buffer((self.teams, len(dims), ROWS), itemsize=4)}
+
 
 def alone_plan(call: AttentionCall, params: ForwardParams | BackwardParams, raised: int | None = None) -> AlonePlan:
-    """Return the launch."""
+    """Return the launch.
+
+    The kernel converts float32 if one consumer computes a head. Otherwise the operands are converted before.
+    """
+    single = call.dtype == "float32"
     return AlonePlan(
         **sizes_of(call, padded_dim),
-        dtype=call.dtype,
+        dtype="float16" if single else call.dtype,
+        single=single and not call.backward and call.query[1] <= ROWS,
         key_lengths=call.key_lengths,
         bias=None if call.bias is None else call.bias[:2],
         backward=isinstance(params, BackwardParams),
@@ -191,6 +212,8 @@ def alone_space(call: AttentionCall) -> Iterator[Any]:
     # With two consumers of 128 queries, three stages instead of two: 55 us instead of 59, 56 instead of 61, 82 instead
     # of 87. With three consumers: 163 instead of 173 and 118 instead of 125, but 71 instead of 67, 212 instead of 200.
     sizes = ((3, 2), (2, 3), (2, 2), (3, 1), (2, 1), (3, 3)) if not call.backward else ((3, 2), (2, 2), (3, 1), (2, 1))
+    if call.dtype == "float32" and not call.backward:
+        sizes = (*sizes, (1, 1))
     for warpgroups, stages in sizes:
         params = _params(call, warpgroups, stages)
         if alone_fault(call, params) is None:

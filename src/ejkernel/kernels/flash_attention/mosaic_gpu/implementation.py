@@ -56,8 +56,10 @@ class MosaicGpu(AttentionImplementation):
 
     def params_fault(self, call: AttentionCall, params: Any) -> str | None:
         """Return why the call cannot run with these parameters; `None` if it can."""
-        call = _in_half(call)
-        fault: str | None = (alone_fault if is_alone(params) else _support(call).params_fault)(call, params)
+        short, call = _short(call), _in_half(call)
+        fault: str | None = (
+            alone_fault(short, params) if is_alone(params) else _support(call).params_fault(call, params)
+        )
         if fault is None and call.deterministic and not _repeats(call, params):
             fault = "form='fused' adds up gradients in nondeterministic order; deterministic=True needs form='split'."
         return fault
@@ -82,14 +84,14 @@ class MosaicGpu(AttentionImplementation):
 
     def heuristic(self, call: AttentionCall) -> ForwardParams | BackwardParams:
         """Return good parameters, measured on similar calls."""
-        call = _in_half(call)
-        params: ForwardParams | BackwardParams = alone_heuristic(call) or _support(call).heuristic(call)
+        short, call = _short(call), _in_half(call)
+        params: ForwardParams | BackwardParams = alone_heuristic(short) or _support(call).heuristic(call)
         return params if _repeats(call, params) or not call.deterministic else next(iter(self.space(call)))
 
     def space(self, call: AttentionCall) -> Any:
         """Return the search space."""
-        call = _in_half(call)
-        alone, space = tuple(alone_space(call)), _support(call).space(call)
+        alone, call = tuple(alone_space(_short(call))), _in_half(call)
+        space = _support(call).space(call)
         space = (*alone, *space) if alone else space
         if not call.deterministic or not call.backward:
             return space
@@ -142,8 +144,13 @@ def _support(call: AttentionCall) -> Any:
     return backward_support if call.backward else forward_support
 
 
+def _short(call: AttentionCall) -> AttentionCall:
+    """Return the call that the kernels of short sequences run; their forward takes float32."""
+    return _in_half(call) if call.backward else folded(call)
+
+
 def _in_half(call: AttentionCall) -> AttentionCall:
-    """Return the call that the kernels run."""
+    """Return the call that the other kernels run."""
     call = folded(call)
     if call.dtype != "float32":
         return call
