@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 
 _limits: Any = jnp.finfo  # it has no annotations
 LOG2_E = math.log2(math.e)  # the hardware computes exponentials in base 2
-LARGEST_OF_HALF = 65504.0  # the largest number of float16
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:

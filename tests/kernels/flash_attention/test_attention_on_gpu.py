@@ -98,3 +98,33 @@ def test_nan_of_one_short_example_reaches_no_other():
     for found in jax.jit(functools.partial(gradients, flash_attention))(query, key, value, dout):
         assert jnp.isnan(found).all(axis=(1, 2, 3)).tolist() == [False, True, False]
         assert jnp.isfinite(found[::2]).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 6, 61, 50), (33, 6, 61, 50), (1, 1, 61, 50)], ids=["heads", "whole", "shared"])
+def test_short_sequences_with_a_bias_are_those_of_plain_jax(shape):
+    (query, dout), (key, value) = drawn((33, 61, 6, 40), jnp.bfloat16)[:2], drawn((33, 50, 6, 40), jnp.bfloat16)[2:]
+    bias = jax.random.normal(jax.random.key(1), shape, jnp.float32)
+    mask = jax.random.bernoulli(jax.random.key(2), 0.7, (33, 1, 61, 50))
+
+    def run(implementation):
+        def attend(query, key, value, bias):
+            return flash_attention(query, key, value, bias=bias, attention_mask=mask, implementation=implementation)
+
+        return jax.jit(lambda dout, *arrays: jax.vjp(attend, *arrays)[1](dout))(dout, query, key, value, bias)
+
+    for found, expected in zip(run("mosaic_gpu"), run("xla"), strict=True):
+        difference = found.astype(jnp.float32) - expected.astype(jnp.float32)
+        assert jnp.linalg.norm(difference) < 1e-2 * jnp.linalg.norm(expected.astype(jnp.float32))
+
+
+@pytest.mark.parametrize(("queries", "keys", "dim"), [(5, 5, 32), (50, 50, 64), (16, 100, 40), (64, 64, 128)])
+def test_short_float32_sequences_keep_the_digits_of_float16(queries, keys, dim):
+    query = drawn((33, queries, 4, dim), jnp.float32)[0]
+    key, value = drawn((33, keys, 1, dim), jnp.float32)[2:]
+    lengths = jnp.arange(33, dtype=jnp.int32) % keys + 1
+    scale = jnp.exp2(jnp.arange(33.0) * 7 - 110)[:, None, None, None]
+    attend = functools.partial(flash_attention, key_lengths=lengths)
+    found = attend(query * 1e9, key * 1e-9, value * scale, implementation="mosaic_gpu")
+    expected = attend(query, key, value, implementation="xla", precision="highest")
+    for ours, theirs in zip(found / scale, expected, strict=True):
+        assert jnp.linalg.norm(ours - theirs) < 1e-3 * jnp.linalg.norm(theirs)

@@ -216,7 +216,9 @@ class _AloneKernel:
             group = item._replace(head=quotient(item.head, self.plan.heads // self.plan.groups))
             pipeline.producer_wait(number, item.stage)
             for name, slab in self._slabs():
-                size, buffer = self.plan.rows(name), getattr(self.memory, self._stages_of(name))
+                # Consumers convert whole slabs, so that none of their rows may have any values.
+                size = ROWS if self.plan.single else self.plan.rows(name)
+                buffer = getattr(self.memory, self._stages_of(name))
                 rows = self.rows(group if name in ("key", "value") else item, slab, size)
                 at, full = (item.stage, slab, pl.ds(0, size)), pipeline.full.at[item.stage]
                 self.matrices.copy_in(getattr(self.inputs, name), rows, buffer, at, full)
@@ -348,7 +350,9 @@ class ForwardKernel(_AloneKernel):
         def products(scores: Any) -> Any:
             self.multiply_with_keys(scores, "query", "key", part)
             terms = self.terms(part)
-            return self.weights(part, self.backend.read(scores, pending=0), *terms)
+            sums = self.backend.read(scores, pending=0)
+            sums = sums if undone is None else sums * along_rows(undone.products, self.square)
+            return self.weights(part, sums, *terms)
 
         found = self.backend.with_accumulators(products, self.square)
         # Rounded before the product starts, which reads the registers.
@@ -360,7 +364,7 @@ class ForwardKernel(_AloneKernel):
             self.memory.pipeline.consumer_release(part.item.stage)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous output must have left the buffer
         rows = self.rows(part.item, part.slab)
-        out = out * along_rows(found.share if undone is None else found.share * undone, out.shape)
+        out = out * along_rows(found.share if undone is None else found.share * undone.values, out.shape)
         self.matrices.store(
             self.memory.out, (part.warpgroup,), out.astype(self.outputs[0].dtype), self.outputs[0], rows
         )

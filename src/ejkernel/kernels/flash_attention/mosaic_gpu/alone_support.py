@@ -93,7 +93,7 @@ class AlonePlan(AttentionSizes):
         return self.key_slabs if name in ("key", "value") else self.team
 
     def rows(self, name: str) -> int:
-        """Return how many rows of an operand's slab a copy fills."""
+        """Return how many rows of an operand's slab products by rows take."""
         return self.key_rows if name in ("key", "value") else _rows(self.queries)
 
     @property

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._numbers import LARGEST_OF_HALF, exponents, power_of_two
+from ejkernel.kernels._numbers import exponents, power_of_two
 from ejkernel.kernels.flash_attention.common import Gradients, Operands, Residuals, Rules, describe
 
 from .alone_support import alone_plan
 from .launch import backward, forward
 from .params import BackwardParams, ForwardParams
 
+_LARGEST = 65504.0  # of float16
 _ROOM = 2.0**14
 # If a cotangent's sums over all rows fit in float16, one row's weights and gradients of scores have few digits left.
 _RAISED = 8
@@ -104,7 +105,7 @@ def _axes(operands: Operands) -> tuple[int, ...]:
 
 def _rounded(x: jax.Array) -> jax.Array:
     """Return float16; only if query and key are both huge can a number be out of range, and is then the largest."""
-    return jnp.where(jnp.isfinite(x), jnp.clip(x, -LARGEST_OF_HALF, LARGEST_OF_HALF), x).astype(jnp.float16)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -_LARGEST, _LARGEST), x).astype(jnp.float16)
 
 
 def _cotangent_factor(operands: Operands, out: jax.Array, dout: jax.Array, rules: Rules) -> jax.Array:
