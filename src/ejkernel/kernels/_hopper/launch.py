@@ -69,7 +69,12 @@ def launch(
         kernel_name=name,
         # Without this, Pallas puts a barrier around every access to shared memory. Our kernels place the barriers that
         # they need.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, **semantics),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,  # our reductions are over the columns of a row, within one warp
+            **semantics,
+        ),
         interpret=interpret,
         **threads,
     )

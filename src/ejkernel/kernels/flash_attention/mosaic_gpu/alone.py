@@ -22,10 +22,10 @@ from ejkernel.kernels._hopper.backend import Backend
 from ejkernel.kernels._hopper.device import quotient, remainder
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
-from ejkernel.kernels._numbers import LOG2_E
+from ejkernel.kernels._numbers import LOG2_E, power_of_two
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE
 
-from .alone_single import convert
+from .alone_single import convert, exponent, largest_of_rows, undone
 from .alone_support import AlonePlan
 from .forward_mainloop import along_rows
 from .masks import WGMMA, broadcast_index, within_window, zeros
@@ -73,6 +73,7 @@ class _Memory(NamedTuple):
     staged_query: Any  # in float32
     staged_key: Any
     staged_value: Any
+    staged_dout: Any
     largest: Any  # of each row of these
     pipeline: Pipeline
     shared: Any  # weights and scores' gradients of a team are written
@@ -174,8 +175,7 @@ class _AloneKernel:
 
     def _slabs(self) -> list[tuple[str, int]]:
         """Return the name and the slab of each copy to shared memory."""
-        names = ("query", "key", "value", *["dout"] * self.plan.backward)
-        return [(name, slab) for name in names for slab in range(self.plan.slabs(name))]
+        return [(name, slab) for name in self.plan.operands for slab in range(self.plan.slabs(name))]
 
     def _stages_of(self, name: str) -> str:
         """Return the name of the buffer that copies of an operand fill."""
@@ -239,6 +239,17 @@ class _AloneKernel:
         turns = quotient(count + plan.teams - 1 - team, plan.teams)
         self.store_sums(lax.fori_loop(0, turns, compute, self.first_sums()), team)
         plgpu.wait_smem_to_gmem(0)
+
+    def converted(self, part: _Part) -> tuple[dict[str, jax.Array], _Part]:
+        """Convert float32; return the exponents of the operands' factors, and the work with their stage in float16."""
+        if not self.plan.single:
+            return {}, part
+        return convert(self, part), part._replace(item=part.item._replace(stage=part.team))
+
+    def read(self, sums: Any, pending: int, raised: dict[str, jax.Array], *operands: str) -> jax.Array:
+        """Return products of operands, once at most `pending` are in flight."""
+        found = self.backend.read(sums, pending=pending)
+        return undone(found, *(raised[name] for name in operands)) if raised else found
 
     def tiles(self, name: str, part: _Part, slab: Any, *rows: Any) -> list[Any]:
         """Return the pieces of a slab; called where they are used, so that no reference enters a loop of products."""
@@ -342,32 +353,29 @@ class ForwardKernel(_AloneKernel):
 
     def compute(self, part: _Part, sums: Any) -> Any:
         """See `_AloneKernel`."""
-        plan, undone = self.plan, None
+        plan, pipeline = self.plan, self.memory.pipeline
+        raised, read = self.converted(part)
         if plan.single:
-            undone = convert(self, part)
-            part = part._replace(item=part.item._replace(stage=part.team))
+            pipeline.consumer_release(part.item.stage)
 
         def products(scores: Any) -> Any:
-            self.multiply_with_keys(scores, "query", "key", part)
+            self.multiply_with_keys(scores, "query", "key", read)
             terms = self.terms(part)
-            sums = self.backend.read(scores, pending=0)
-            sums = sums if undone is None else sums * along_rows(undone.products, self.square)
-            return self.weights(part, sums, *terms)
+            return self.weights(part, self.read(scores, 0, raised, "query", "key"), *terms)
 
         found = self.backend.with_accumulators(products, self.square)
         # Rounded before the product starts, which reads the registers.
         left = found.weights.astype(plan.dtype)
         (out,) = self.backend.accumulate(
-            lambda sums: self.multiply_by_keys(sums[0], left, "value", part), zeros((ROWS, plan.value_dim))
+            lambda sums: self.multiply_by_keys(sums[0], left, "value", read), zeros((ROWS, plan.value_dim))
         )
         if not plan.single:
-            self.memory.pipeline.consumer_release(part.item.stage)
+            pipeline.consumer_release(part.item.stage)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous output must have left the buffer
         rows = self.rows(part.item, part.slab)
-        out = out * along_rows(found.share if undone is None else found.share * undone.values, out.shape)
-        self.matrices.store(
-            self.memory.out, (part.warpgroup,), out.astype(self.outputs[0].dtype), self.outputs[0], rows
-        )
+        out, target = out * along_rows(found.share, out.shape), self.outputs[0]
+        out = undone(out, raised["value"]) if plan.single else out
+        self.matrices.store(self.memory.out, (part.warpgroup,), out.astype(target.dtype), target, rows)
         self.outputs[1].at[part.item.example, part.item.head, pl.ds(part.slab * ROWS, ROWS)][...] = found.lse
         return sums
 
@@ -398,15 +406,20 @@ class BackwardKernel(_AloneKernel):
 
     def compute(self, part: _Part, sums: Any) -> Any:
         """See `_AloneKernel`."""
-        plan, memory, matrices, stage = self.plan, self.memory, self.matrices, part.item.stage
+        plan, memory, stage = self.plan, self.memory, part.item.stage
+        raised, read = self.converted(part)
         factor = 2.0**-plan.raised
         if self.inputs.factor is not None:
             factor = factor * self.inputs.factor[part.item.example]
-        weights, dscores, dlogits = self._scores_gradient(part)
+        weights, dscores, dlogits = self._scores_gradient(part, read, raised)
         if plan.keeps_heads:
             sums = sums + dlogits * factor
         elif self.inputs.bias is not None:
             self._store_dbias(dlogits * factor, part.item.example, part.item.head, part.slab)
+        if plan.single:
+            raised["dscores"] = exponent(self, part, len(plan.operands), largest_of_rows(dscores))
+            dscores = dscores * along_rows(power_of_two(raised["dscores"]), self.square)
+        dscores = dscores.astype(plan.dtype)
         for slab, (one, other) in enumerate(zip(self.slabs_of(weights), self.slabs_of(dscores), strict=True)):
             at = (part.team, slab, part.slab, slice(None), pl.ds(0, plan.key_rows))
             memory.weights.at[at][...] = one
@@ -414,25 +427,27 @@ class BackwardKernel(_AloneKernel):
         plgpu.commit_smem()  # products read shared memory through another path
         self._await_team(memory.shared, part)
         (dvalue,) = self.backend.accumulate(
-            lambda sums: self._multiply_by_queries(sums[0], memory.weights, "dout", part),
+            lambda sums: self._multiply_by_queries(sums[0], memory.weights, "dout", read),
             zeros((ROWS, plan.value_dim)),
         )
         rows = self.rows(part.item, part.slab)
 
-        def store(name: str, gradient: jax.Array, output: int) -> None:
-            buffer, at = getattr(memory, name), (stage, part.slab)
-            matrices.store(buffer, at, gradient.astype(plan.dtype), self.outputs[output], rows)
+        def store(name: str, gradient: jax.Array, *factors: str) -> None:
+            target = self.outputs[("query", "key", "value").index(name)]
+            gradient = undone(gradient, *(raised[name] for name in factors)) if raised else gradient
+            buffer = getattr(memory, self._stages_of(name))
+            self.matrices.store(buffer, (stage, part.slab), gradient.astype(target.dtype), target, rows)
 
-        store("value", dvalue * factor, 2)
+        store("value", dvalue * factor, "dout")
 
         def products(sums: Any) -> None:
-            self.multiply_by_keys(sums[0], dscores, "key", part)
-            self._multiply_by_queries(sums[1], memory.dscores, "query", part)
+            self.multiply_by_keys(sums[0], dscores, "key", read)
+            self._multiply_by_queries(sums[1], memory.dscores, "query", read)
 
         dquery, dkey = self.backend.accumulate(products, *(zeros((ROWS, plan.head_dim)),) * 2)
         self._await_team(memory.done, part)
-        store("query", dquery * (factor * plan.rules.scale), 0)
-        store("key", dkey * (factor * plan.rules.scale), 1)
+        store("query", dquery * (factor * plan.rules.scale), "dscores", "key")
+        store("key", dkey * (factor * plan.rules.scale), "dscores", "query")
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         memory.pipeline.consumer_release(stage)
         return sums
@@ -440,25 +455,27 @@ class BackwardKernel(_AloneKernel):
     def _store_dbias(self, dlogits: jax.Array, term: Any, head: Any, slab: Any) -> None:
         self.outputs[3].at[term, head, pl.ds(slab * ROWS, ROWS)][...] = dlogits
 
-    def _scores_gradient(self, part: _Part) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the weights and the gradient of the products, in the operands' dtype, and that of the logits."""
+    def _scores_gradient(
+        self, part: _Part, read: _Part, raised: dict[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the weights in the operands' dtype, and the gradients of the products and of the logits."""
         plan = self.plan
 
         def products(scores: Any, pulls: Any) -> Any:
-            self.multiply_with_keys(scores, "query", "key", part)
-            self.multiply_with_keys(pulls, "dout", "value", part)
+            self.multiply_with_keys(scores, "query", "key", read)
+            self.multiply_with_keys(pulls, "dout", "value", read)
             terms = self.terms(part)
             # The weights are computed while the second product is in flight.
             pending = plan.key_slabs * self.pieces("value")
-            found = self.weights(part, self.backend.read(scores, pending=pending), *terms)
+            found = self.weights(part, self.read(scores, pending, raised, "query", "key"), *terms)
             weights = found.weights * along_rows(found.share * 2.0**plan.raised, self.square)
-            return weights, self.backend.read(pulls, pending=0), found.slope
+            return weights, self.read(pulls, 0, raised, "dout", "value"), found.slope
 
         weights, pulls, slope = self.backend.with_accumulators(products, self.square, self.square)
         delta = (weights * pulls).sum(axis=1) * 2.0**-plan.raised
         dlogits = weights * (pulls - along_rows(delta, self.square))
         dscores = dlogits if slope is None else dlogits * slope
-        return weights.astype(plan.dtype), dscores.astype(plan.dtype), dlogits
+        return weights.astype(plan.dtype), dscores, dlogits
 
     def _multiply_by_queries(self, total: Any, scores: Any, rows: str, part: _Part) -> None:
         """Start the product of the transposed scores of the consumer's keys, and all rows of queries."""

@@ -54,7 +54,9 @@ def backward_alone(
     def pull(operands: Operands, dout: jax.Array) -> tuple[jax.Array, ...]:
         plan = alone_plan(describe(operands, rules), params, raised)
         with jax.enable_x64(False):
-            dout, factor = within_range(operands, None, dout, rules, raised)
+            factor = None
+            if not plan.single:
+                dout, factor = within_range(operands, None, dout, rules, raised)
             inputs = _inputs(operands, dout, plan)
             if factor is not None:
                 inputs = inputs._replace(factor=jnp.broadcast_to(factor.ravel(), plan.batch))

@@ -8,7 +8,7 @@ the largest number of float16; they are undone in float32.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,59 +22,60 @@ from .forward_mainloop import along_rows
 from .masks import WGMMA, broadcast_index
 from .plan import ROWS
 
-_OPERANDS = ("query", "key", "value")
 _TOP = 15  # the exponent of the largest magnitude
 _MOST = 120  # exponents: the powers of two, and their reciprocals, are normal numbers
 
 
-class Undone(NamedTuple):
-    """Factors that undo those of the operands, one for each row.
-
-    Attributes:
-        products: On the products of queries and keys.
-        values: On the sums of values.
-    """
-
-    products: jax.Array
-    values: jax.Array
-
-
-def convert(kernel: Any, part: Any) -> Undone:
-    """Convert a head's operands to float16, release their stage, and return what undoes the factors.
+def convert(kernel: Any, part: Any) -> dict[str, jax.Array]:
+    """Convert a head's operands to float16, and return the exponent of each operand's factor, for each row.
 
     Args:
-        kernel: The `ForwardKernel`.
+        kernel: The kernel.
         part: The consumer's work; the float16 operands are in the stage with the team's number.
     """
-    memory = kernel.memory
-    for number, name in enumerate(_OPERANDS):
-        memory.largest.at[part.team, number][...] = _largest(kernel, name, part)
+    raised = {}
+    for number, name in enumerate(kernel.plan.operands):
+        largest = plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), WGMMA.reduce(1))
+        for slab in range(kernel.plan.slabs(name)):
+            for x in _staged(kernel, name, part, slab):
+                largest = jnp.maximum(largest, largest_of_rows(x))
+        raised[name] = exponent(kernel, part, number, largest)
+        _store(kernel, name, part, power_of_two(raised[name]))
     plgpu.commit_smem()
-    raised = [_TOP - _exponents(memory.largest.at[part.team, number]) for number in range(len(_OPERANDS))]
-    for name, exponent in zip(_OPERANDS, raised, strict=True):
-        _store(kernel, name, part, power_of_two(exponent))
+    return raised
+
+
+def largest_of_rows(x: jax.Array) -> jax.Array:
+    """Return the largest finite magnitude of each row."""
+    size = jnp.abs(x)
+    largest: jax.Array = jnp.where(size < jnp.inf, size, 0.0).max(axis=1)
+    return largest
+
+
+def exponent(kernel: Any, part: Any, number: int, largest: jax.Array) -> jax.Array:
+    """Return the exponent of a factor for numbers with these largest magnitudes of rows; all rows have the same.
+
+    Args:
+        kernel: The kernel.
+        part: The consumer's work.
+        number: Counts the calls for one head, modulo 2: threads may still read the memory of the previous call.
+        largest: One number for each row.
+    """
+    memory = kernel.memory.largest.at[part.team, number % 2]
+    memory[...] = largest
     plgpu.commit_smem()
-    memory.pipeline.consumer_release(part.item.stage)
-    query, key, value = raised
-    return Undone(power_of_two(-(query + key)), power_of_two(-value))
-
-
-def _largest(kernel: Any, name: str, part: Any) -> jax.Array:
-    """Return the largest finite magnitude of each row, over all slabs."""
-    found = plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), WGMMA.reduce(1))
-    for slab in range(kernel.plan.slabs(name)):
-        for x in _staged(kernel, name, part, slab):
-            size = jnp.abs(x)
-            found = jnp.maximum(found, jnp.where(size < jnp.inf, size, 0.0).max(axis=1))
-    return found
-
-
-def _exponents(largest: Any) -> jax.Array:
-    """Return the exponent of the largest of 64 numbers in shared memory, for each row."""
-    by_column = plgpu.load(largest, layout=WGMMA.reduce(0), optimized=False)
+    by_column = plgpu.load(memory, layout=WGMMA.reduce(0), optimized=False)
     highest = lax.broadcast_in_dim(by_column, (ROWS, ROWS), [1]).max(axis=1)
     bits = lax.bitcast_convert_type(highest, jnp.int32)
-    return jnp.clip(lax.shift_right_arithmetic(bits, jnp.full_like(bits, 23)) - 126, _TOP - _MOST, _MOST)
+    found = lax.shift_right_arithmetic(bits, jnp.full_like(bits, 23)) - 126
+    return _TOP - jnp.clip(found, _TOP - _MOST, _MOST)
+
+
+def undone(x: jax.Array, *raised: jax.Array) -> jax.Array:
+    """Return a matrix without factors of these exponents; one after the other, as their product may be out of range."""
+    for exponents in raised:
+        x = x * along_rows(power_of_two(-exponents), x.shape)
+    return x
 
 
 def _store(kernel: Any, name: str, part: Any, factor: jax.Array) -> None:
@@ -90,7 +91,7 @@ def _staged(kernel: Any, name: str, part: Any, slab: int) -> list[jax.Array]:
     """Return the pieces of a slab in float32, with zeros for keys that do not count: they must set no factor."""
     tiles = kernel.matrices.tiles(getattr(kernel.memory, f"staged_{name}"), part.item.stage, slab)
     loaded = [plgpu.load(tile, layout=WGMMA, optimized=False) for tile in tiles]
-    counted = None if name == "query" else _counted(kernel, part, slab, loaded[0].shape)
+    counted = _counted(kernel, part, slab, loaded[0].shape) if name in ("key", "value") else None
     return loaded if counted is None else [jnp.where(counted, x, 0.0) for x in loaded]
 
 

@@ -22,6 +22,7 @@ from .plan import ROWS, AttentionSizes, sizes_of
 _WIDEST = 128  # columns: wider matrices do not fit into the registers
 _FEW = 32  # rows; with 16, pieces would be half as wide
 _LONGEST = 2 * ROWS
+_RAISED = 14  # an exponent: weights, which are at most 1, keep most digits in float16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,11 @@ class AlonePlan(AttentionSizes):
         """Slabs of keys."""
         return self.team if self.backward else -(-self.keys // self.key_rows)
 
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The names of the copied operands."""
+        return ("query", "key", "value", "dout") if self.backward else ("query", "key", "value")
+
     def slabs(self, name: str) -> int:
         """Return the slabs of an operand."""
         return self.key_slabs if name in ("key", "value") else self.team
@@ -104,42 +110,28 @@ class AlonePlan(AttentionSizes):
     @property
     def buffers(self) -> dict[str, Buffer]:
         """The buffers in shared memory. Gradients leave through those of the operands."""
-        count = self.teams * self.stages
-        rows, keys = (count, self.team, ROWS), (count, self.key_slabs, ROWS)
+        count = self.teams if self.single else self.teams * self.stages
         # A product takes whole tiles: no piece has more columns than rows that are summed. And both factors have the
         # same swizzle.
-        few = self.key_rows
+        few = min(self.key_rows, self.rows("query")) if self.backward else self.key_rows
+        buffers: dict[str, Buffer] = {}
+        for name in self.operands:
+            dim = self.value_dim if name in ("value", "dout") else self.head_dim
+            # The other kernels copy, and multiply, these rows.
+            rows = ROWS if self.backward or self.single or name == "query" else self.key_rows
+            columns = few if self.backward or name == "value" else 0
+            buffers[name] = Buffer((count, self.slabs(name), rows, dim), columns=columns)
+            if self.single:
+                buffers[f"staged_{name}"] = Buffer((count * self.stages, self.slabs(name), ROWS, dim), itemsize=4)
         if self.single:
-            return self._buffers_of_single
+            buffers["largest"] = Buffer((self.teams, 2, ROWS), itemsize=4)
         if not self.backward:
-            return {
-                "query": Buffer((*rows, self.head_dim)),
-                "key": Buffer((*keys[:2], few, self.head_dim)),
-                "value": Buffer((*keys[:2], few, self.value_dim), columns=few),
-                "out": Buffer((self.consumers, ROWS, self.value_dim)),
-            }
-        few = min(few, self.rows("query"))
+            return buffers | {"out": Buffer((self.consumers, ROWS, self.value_dim), itemsize=4 if self.single else 2)}
         square = (self.teams, self.team, self.team, ROWS, ROWS)
-        return {
-            "query": Buffer((*rows, self.head_dim), columns=few),
-            "key": Buffer((*keys, self.head_dim), columns=few),
-            "value": Buffer((*keys, self.value_dim), columns=few),
-            "dout": Buffer((*rows, self.value_dim), columns=few),
+        return buffers | {
             "weights": Buffer(square, columns=math.gcd(few, self.value_dim)),
             "dscores": Buffer(square, columns=math.gcd(few, self.head_dim)),
         }
-
-    @property
-    def _buffers_of_single(self) -> dict[str, Buffer]:
-        """Stages in float32, which consumers convert, and one float16 operand for each team."""
-        dims = {"query": self.head_dim, "key": self.head_dim, "value": self.value_dim}
-        stages, buffers = self.teams * self.stages, {}
-        for name, dim in dims.items():
-            buffers[f"staged_{name}"] = Buffer((stages, self.slabs(name), ROWS, dim), itemsize=4)
-            columns = self.key_rows if name == "value" else 0
-            buffers[name] = Buffer((self.teams, self.slabs(name), ROWS, dim), columns=columns)
-        buffers["out"] = Buffer((self.consumers, ROWS, self.value_dim), itemsize=4)
-        return buffers | {"largest": Buffer((self.teams, len(dims), ROWS), itemsize=4)}
 
 
 def alone_plan(call: AttentionCall, params: ForwardParams | BackwardParams, raised: int | None = None) -> AlonePlan:
@@ -147,15 +139,17 @@ def alone_plan(call: AttentionCall, params: ForwardParams | BackwardParams, rais
 
     The kernel converts float32 if one consumer computes a head. Otherwise the operands are converted before.
     """
-    single = call.dtype == "float32"
+    backward, is_single = isinstance(params, BackwardParams), call.dtype == "float32"
+    longest = max(call.query[1], call.key[1]) if backward else call.query[1]
+    single = is_single and longest <= ROWS
     return AlonePlan(
         **sizes_of(call, padded_dim),
-        dtype="float16" if single else call.dtype,
-        single=single and not call.backward and call.query[1] <= ROWS,
+        dtype="float16" if is_single else call.dtype,
+        single=single,
         key_lengths=call.key_lengths,
         bias=None if call.bias is None else call.bias[:2],
-        backward=isinstance(params, BackwardParams),
-        raised=raised or 0,
+        backward=backward,
+        raised=_RAISED if single else raised or 0,
         consumers=params.warpgroups,
         stages=params.q_stages if isinstance(params, BackwardParams) else params.stages,
     )
@@ -212,7 +206,7 @@ def alone_space(call: AttentionCall) -> Iterator[Any]:
     # With two consumers of 128 queries, three stages instead of two: 55 us instead of 59, 56 instead of 61, 82 instead
     # of 87. With three consumers: 163 instead of 173 and 118 instead of 125, but 71 instead of 67, 212 instead of 200.
     sizes = ((3, 2), (2, 3), (2, 2), (3, 1), (2, 1), (3, 3)) if not call.backward else ((3, 2), (2, 2), (3, 1), (2, 1))
-    if call.dtype == "float32" and not call.backward:
+    if call.dtype == "float32":
         sizes = (*sizes, (1, 1))
     for warpgroups, stages in sizes:
         params = _params(call, warpgroups, stages)

@@ -145,16 +145,15 @@ def _support(call: AttentionCall) -> Any:
 
 
 def _short(call: AttentionCall) -> AttentionCall:
-    """Return the call that the kernels of short sequences run; their forward takes float32."""
-    return _in_half(call) if call.backward else folded(call)
+    """Return the call that the kernels of short sequences run."""
+    call = folded(call)
+    return slice_of(call) if call.dtype == "float32" and call.backward else call
 
 
 def _in_half(call: AttentionCall) -> AttentionCall:
     """Return the call that the other kernels run."""
-    call = folded(call)
-    if call.dtype != "float32":
-        return call
-    return dataclasses.replace(slice_of(call) if call.backward else call, dtype="float16")
+    call = _short(call)
+    return dataclasses.replace(call, dtype="float16") if call.dtype == "float32" else call
 
 
 def _precision_reason(call: AttentionCall) -> str | None:

@@ -47,6 +47,8 @@ def backward_of_single(
     operands: Operands, residuals: Residuals, dout: jax.Array, rules: Rules, params: BackwardParams, **options: Any
 ) -> Gradients:
     """Return the gradients in the operands' dtypes, as `launch.backward`, with its `options`."""
+    if params.form == "alone" and alone_plan(describe(operands, rules), params).single:
+        return backward(operands, residuals, dout, rules, params, **options)
     out, lse = residuals
     half = _half(operands, out if rules.partial else None)
     dout = _only(_counted(operands.query_lengths, dout.shape[1]), dout)
