@@ -10,7 +10,7 @@ gradients of their examples in registers.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,90 +27,13 @@ from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE
 
 from .alone_single import convert, exponent, largest_of_rows, undone
 from .alone_support import AlonePlan
+from .alone_types import AloneInputs, Item, Memory, Part, Weights
 from .forward_mainloop import along_rows
 from .masks import WGMMA, broadcast_index, within_window, zeros
 from .matrices import Matrices
 from .plan import REGISTERS, ROWS
 
 _LOWEST = float(np.finfo(np.float32).min)  # in place of minus infinity, where a difference would be NaN
-
-
-class AloneInputs(NamedTuple):
-    """Arrays in global memory.
-
-    Attributes:
-        query, key, value: As in `Operands`, with columns padded for copies.
-        dout: The output's cotangent; only for gradients.
-        key_lengths: `[batch]` in int32; `None` without them.
-        sinks: `[batch or 1, heads]` in float32; `None` without them.
-        hidden: `[batch or 1, heads or 1, rows or 1, columns]` in float32: minus infinity for keys that a mask hides, 0
-            for others; `None` without a mask.
-        bias: `[batch or 1, heads or 1, rows, columns]` in float32, for logarithms to the base 2; `None` without one.
-        factor: `[batch]` in float32, on the gradients; `None` is 1.
-    """
-
-    query: Any
-    key: Any
-    value: Any
-    dout: Any = None
-    key_lengths: Any = None
-    sinks: Any = None
-    hidden: Any = None
-    bias: Any = None
-    factor: Any = None
-
-
-class _Memory(NamedTuple):
-    """Shared memory and barriers; types before `run_scoped`, references inside it."""
-
-    query: Any
-    key: Any
-    value: Any
-    out: Any
-    dout: Any
-    weights: Any
-    dscores: Any
-    staged_query: Any  # in float32
-    staged_key: Any
-    staged_value: Any
-    staged_dout: Any
-    largest: Any  # of each row of these
-    pipeline: Pipeline
-    shared: Any  # weights and scores' gradients of a team are written
-    done: Any  # and no product needs them any more
-
-
-class _Item(NamedTuple):
-    """A head of an example, and the stage of its operands."""
-
-    example: Any
-    head: Any
-    stage: Any
-
-
-class _Part(NamedTuple):
-    """The work of a consumer: an item, the number of its team, and its own number in the team, and in the block."""
-
-    item: _Item
-    team: Any
-    slab: Any
-    warpgroup: Any
-
-
-class _Weights(NamedTuple):
-    """Weights before their division by the sums of rows.
-
-    Attributes:
-        weights: The numerators.
-        share: One over the sum, for each row; 0 for a row that sees no key.
-        lse: The log-sum-exp of each row.
-        slope: The derivative of the soft cap; `None` without one.
-    """
-
-    weights: jax.Array
-    share: jax.Array
-    lse: jax.Array
-    slope: jax.Array | None
 
 
 class _AloneKernel:
@@ -139,7 +62,7 @@ class _AloneKernel:
         """Return the types of the results."""
         raise NotImplementedError
 
-    def compute(self, part: _Part, sums: Any) -> Any:
+    def compute(self, part: Part, sums: Any) -> Any:
         """Compute a consumer's part of a head, start storing its results, and release the stage.
 
         Returns:
@@ -154,7 +77,7 @@ class _AloneKernel:
     def store_sums(self, sums: Any, team: Any) -> None:
         """Store these sums after the last head."""
 
-    def _memory_types(self) -> _Memory:
+    def _memory_types(self) -> Memory:
         plan, buffers = self.plan, self.plan.buffers
         types: dict[str, Any] = {}
         for name, buffer in buffers.items():
@@ -171,7 +94,7 @@ class _AloneKernel:
         if plan.backward and plan.team > 1:
             for name in ("shared", "done"):
                 types[name] = plgpu.Barrier(num_arrivals=plan.team, num_barriers=plan.teams)
-        return _Memory._make(types.get(name) for name in _Memory._fields)
+        return Memory._make(types.get(name) for name in Memory._fields)
 
     def _slabs(self) -> list[tuple[str, int]]:
         """Return the name and the slab of each copy to shared memory."""
@@ -181,7 +104,7 @@ class _AloneKernel:
         """Return the name of the buffer that copies of an operand fill."""
         return f"staged_{name}" if self.plan.single else name
 
-    def _block(self, inputs: AloneInputs, outputs: Any, memory: _Memory) -> None:
+    def _block(self, inputs: AloneInputs, outputs: Any, memory: Memory) -> None:
         self.inputs, self.outputs, self.memory = inputs, outputs, memory
         plan, program, consumers = self.plan, lax.axis_index(PROGRAM), self.plan.consumers
         if plan.keeps_heads:
@@ -196,12 +119,12 @@ class _AloneKernel:
             consumer=lambda warpgroup: self._consume(warpgroup, count),
         )
 
-    def _item(self, number: Any) -> _Item:
+    def _item(self, number: Any) -> Item:
         plan = self.plan
         place = number * plan.programs + lax.axis_index(PROGRAM)  # with whole heads in `programs`, one head for all
-        return _Item(quotient(place, plan.heads), remainder(place, plan.heads), self.memory.pipeline.stage(number))
+        return Item(quotient(place, plan.heads), remainder(place, plan.heads), self.memory.pipeline.stage(number))
 
-    def rows(self, item: _Item, slab: Any, size: int = ROWS) -> tuple[Any, ...]:
+    def rows(self, item: Item, slab: Any, size: int = ROWS) -> tuple[Any, ...]:
         """Return the index of a slab of an item's head; copies leave out rows past the end."""
         # Computed, because Pallas refuses constants out of bounds.
         start = lax.add(np.int32(slab * ROWS), np.int32(0)) if isinstance(slab, int) else slab * ROWS
@@ -234,13 +157,13 @@ class _AloneKernel:
         def compute(turn: Any, sums: Any) -> Any:
             item = self._item(turn * plan.teams + team)
             pipeline.consumer_wait(item.stage)
-            return self.compute(_Part(item, team, slab, warpgroup), sums)
+            return self.compute(Part(item, team, slab, warpgroup), sums)
 
         turns = quotient(count + plan.teams - 1 - team, plan.teams)
         self.store_sums(lax.fori_loop(0, turns, compute, self.first_sums()), team)
         plgpu.wait_smem_to_gmem(0)
 
-    def converted(self, part: _Part) -> tuple[dict[str, jax.Array], _Part]:
+    def converted(self, part: Part) -> tuple[dict[str, jax.Array], Part]:
         """Convert float32; return the exponents of the operands' factors, and the work with their stage in float16."""
         if not self.plan.single:
             return {}, part
@@ -251,11 +174,11 @@ class _AloneKernel:
         found = self.backend.read(sums, pending=pending)
         return undone(found, *(raised[name] for name in operands)) if raised else found
 
-    def tiles(self, name: str, part: _Part, slab: Any, *rows: Any) -> list[Any]:
+    def tiles(self, name: str, part: Part, slab: Any, *rows: Any) -> list[Any]:
         """Return the pieces of a slab; called where they are used, so that no reference enters a loop of products."""
         return self.matrices.tiles(getattr(self.memory, name), part.item.stage, slab, *rows)
 
-    def copied(self, name: str, part: _Part, slab: Any) -> list[Any]:
+    def copied(self, name: str, part: Part, slab: Any) -> list[Any]:
         """Return the pieces of a slab's copied rows; its other rows may have any values."""
         return self.tiles(name, part, slab, pl.ds(0, self.plan.rows(name)))
 
@@ -263,14 +186,14 @@ class _AloneKernel:
         """Return their number."""
         return self.matrices.count(self.plan.buffers[name])
 
-    def multiply_with_keys(self, total: Any, rows: str, keys: str, part: _Part) -> None:
+    def multiply_with_keys(self, total: Any, rows: str, keys: str, part: Part) -> None:
         """Start the product of the consumer's rows of a matrix and all rows of one by keys."""
         size = self.plan.key_rows
         for slab in range(self.plan.key_slabs):
             columns = total if self.plan.key_slabs == 1 else total.at[:, slab * size : (slab + 1) * size]
             self.matrices.multiply_transposed(columns, self.tiles(rows, part, part.slab), self.copied(keys, part, slab))
 
-    def multiply_by_keys(self, total: Any, left: jax.Array, keys: str, part: _Part) -> None:
+    def multiply_by_keys(self, total: Any, left: jax.Array, keys: str, part: Part) -> None:
         """Start `total += left @ right`, where the rows of `right` are those of keys."""
         for slab, columns in enumerate(self.slabs_of(left)):
             self.matrices.multiply(total, columns, self.copied(keys, part, slab))
@@ -280,7 +203,7 @@ class _AloneKernel:
         size = self.plan.key_rows
         return [x[:, i * size : (i + 1) * size] for i in range(self.plan.key_slabs)] if self.plan.key_slabs > 1 else [x]
 
-    def terms(self, part: _Part) -> tuple[jax.Array | None, jax.Array | None]:
+    def terms(self, part: Part) -> tuple[jax.Array | None, jax.Array | None]:
         """Return the mask and the bias of a consumer's queries; called while products are in flight."""
         hidden, bias = self.inputs.hidden, self.inputs.bias
 
@@ -295,7 +218,7 @@ class _AloneKernel:
 
         return None if hidden is None else load(hidden), None if bias is None else load(bias)
 
-    def weights(self, part: _Part, products: jax.Array, hidden: jax.Array | None, bias: jax.Array | None) -> _Weights:
+    def weights(self, part: Part, products: jax.Array, hidden: jax.Array | None, bias: jax.Array | None) -> Weights:
         """Return the weights, given the products of queries and keys, and the `terms`."""
         rules, slope = self.plan.rules, None
         if rules.soft_cap is None:
@@ -322,9 +245,9 @@ class _AloneKernel:
             decay = jnp.exp2(keys - top)
             total, empty = total * decay + jnp.exp2(sink - top), empty & (sink <= _LOWEST)
         lse = jnp.where(empty, EMPTY_ROW_LSE, (top + jnp.log2(total)) * (1 / LOG2_E))
-        return _Weights(weights, jnp.where(empty, 0.0, decay / total), lse, slope)
+        return Weights(weights, jnp.where(empty, 0.0, decay / total), lse, slope)
 
-    def _visible(self, part: _Part) -> list[jax.Array]:
+    def _visible(self, part: Part) -> list[jax.Array]:
         """Return the conditions under which queries see keys."""
         plan = self.plan
         row, column = (plgpu.broadcasted_iota(jnp.int32, self.square, axis, layout=WGMMA) for axis in (0, 1))
@@ -351,7 +274,7 @@ class ForwardKernel(_AloneKernel):
             jax.ShapeDtypeStruct((plan.batch, plan.heads, plan.team * ROWS), jnp.float32),
         ]
 
-    def compute(self, part: _Part, sums: Any) -> Any:
+    def compute(self, part: Part, sums: Any) -> Any:
         """See `_AloneKernel`."""
         plan, pipeline = self.plan, self.memory.pipeline
         raised, read = self.converted(part)
@@ -404,7 +327,7 @@ class BackwardKernel(_AloneKernel):
             program, heads = lax.axis_index(PROGRAM), self.plan.heads
             self._store_dbias(sums, quotient(program, heads) * self.plan.teams + team, remainder(program, heads), 0)
 
-    def compute(self, part: _Part, sums: Any) -> Any:
+    def compute(self, part: Part, sums: Any) -> Any:
         """See `_AloneKernel`."""
         plan, memory, stage = self.plan, self.memory, part.item.stage
         raised, read = self.converted(part)
@@ -456,7 +379,7 @@ class BackwardKernel(_AloneKernel):
         self.outputs[3].at[term, head, pl.ds(slab * ROWS, ROWS)][...] = dlogits
 
     def _scores_gradient(
-        self, part: _Part, read: _Part, raised: dict[str, jax.Array]
+        self, part: Part, read: Part, raised: dict[str, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the weights in the operands' dtype, and the gradients of the products and of the logits."""
         plan = self.plan
@@ -477,13 +400,13 @@ class BackwardKernel(_AloneKernel):
         dscores = dlogits if slope is None else dlogits * slope
         return weights.astype(plan.dtype), dscores, dlogits
 
-    def _multiply_by_queries(self, total: Any, scores: Any, rows: str, part: _Part) -> None:
+    def _multiply_by_queries(self, total: Any, scores: Any, rows: str, part: Part) -> None:
         """Start the product of the transposed scores of the consumer's keys, and all rows of queries."""
         for slab in range(self.plan.team):
             left = scores.at[part.team, part.slab, slab, pl.ds(0, self.plan.rows(rows))].transpose((1, 0))
             self.matrices.multiply(total, left, self.copied(rows, part, slab))
 
-    def _await_team(self, barrier: Any, part: _Part) -> None:
+    def _await_team(self, barrier: Any, part: Part) -> None:
         if self.plan.team > 1:
             plgpu.barrier_arrive(barrier.at[part.team])
             plgpu.barrier_wait(barrier.at[part.team])

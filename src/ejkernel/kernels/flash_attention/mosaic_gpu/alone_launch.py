@@ -13,8 +13,9 @@ from ejkernel.kernels._numbers import LOG2_E
 from ejkernel.kernels.flash_attention._batches import fold_examples
 from ejkernel.kernels.flash_attention.common import Gradients, Operands, Residuals, Rules, describe
 
-from .alone import AloneInputs, BackwardKernel, ForwardKernel
+from .alone import BackwardKernel, ForwardKernel
 from .alone_support import AlonePlan, alone_plan
+from .alone_types import AloneInputs
 from .params import BackwardParams, ForwardParams
 from .parts import sum_of_heads
 from .plan import ROWS
