@@ -58,6 +58,7 @@ def run(operands, rules, interpret, warpgroups=2, stages=1):
     backward = BackwardParams(form="alone", warpgroups=warpgroups, q_stages=stages)
     found = forward_alone(operands, rules, forward, interpret=interpret)
     gradients = backward_alone(operands, dout, rules, backward, interpret=interpret)
+    assert all(x.dtype == operands.query.dtype for x in gradients[:3])
     return (*found, *gradients[: 3 if operands.bias is None else 4]), dout
 
 
@@ -72,11 +73,13 @@ def expected_of(operands, rules, dout):
     return *found, *pull((dout.astype(jnp.float32), jnp.zeros_like(found[1])))
 
 
-def assert_alike(found, expected):
+def assert_alike(found, expected, error=0.02):
     for one, other in zip(found, expected, strict=True):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
         other = np.where(other == -np.inf, EMPTY_ROW_LSE, other)
-        np.testing.assert_allclose(one, other, rtol=0.03, atol=0.02 * max(1, np.abs(other[other > -1e30]).max()))
+        np.testing.assert_allclose(
+            one, other, rtol=1.5 * error, atol=error * max(1, np.abs(other[other > -1e30]).max())
+        )
 
 
 @pytest.mark.slow
@@ -115,6 +118,55 @@ def test_bias(interpret, bias):
     operands = operands._replace(bias=operands.bias.at[..., :2].set(-jnp.inf) if bias[3] > 1 else operands.bias)
     found, dout = run(operands, case.rules, interpret)
     assert_alike(found, expected_of(operands, case.rules, dout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("sizes", "more"),
+    [
+        ({"heads": 8, "groups": 8, "queries": 5, "keys": 8}, {"rules": Rules(scale=0.3, right=0)}),
+        ({"heads": 8, "groups": 2, "queries": 13, "keys": 9}, {"bias": (1, 8, 13, 9), "mask": (3, 1, 13, 9)}),
+        ({"heads": 6, "groups": 6, "queries": 20, "keys": 30}, {"bias": (3, 1, 1, 30), "mask": (1, 6, 1, 30)}),
+    ],
+    ids=["eight", "four", "two"],
+)
+def test_heads_share_a_matrix_of_scores(interpret, sizes, more, dtype):
+    """Each head sees its own keys; lengths, masks, biases and sinks are those of the head."""
+    case = dataclasses.replace(SHORT, **sizes, **more)
+    operands = case.operands(dtype)
+    keys, heads = sizes["keys"], sizes["heads"]
+    operands = operands._replace(key_lengths=jnp.asarray([keys, 0, 3]), sinks=jnp.linspace(-1.0, 2.0, heads))
+    found, dout = run(operands, case.rules, interpret)
+    assert_alike(found, expected_of(operands, case.rules, dout), 0.02 if dtype == "bfloat16" else 1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(50, 50, 64), (5, 5, 128), (16, 60, 40)])
+def test_float32_operands_of_any_magnitude(interpret, sizes):
+    """Powers of two, one for each head and operand, keep the digits of float16."""
+    queries, keys, dim = sizes
+    case = dataclasses.replace(SHORT, queries=queries, keys=keys, head_dim=dim, value_dim=dim)
+    operands, scale = case.operands("float32"), jnp.asarray([1, 1e-12, 3e12], jnp.float32)[:, None, None, None]
+    wide = operands._replace(query=operands.query * 1e9, key=operands.key * 1e-9, value=operands.value * scale)
+    (out, lse, *gradients), dout = run(wide, case.rules, interpret, warpgroups=1)
+    expected = expected_of(operands, case.rules, dout)
+    factors = (scale * 1e-9, scale * 1e9, 1)
+    gradients = [found / factor for found, factor in zip(gradients, factors, strict=True)]
+    assert_alike([out / scale, lse, *gradients], expected, 2e-3)
+
+
+@pytest.mark.slow
+def test_numbers_that_are_not_finite_change_no_factor(interpret):
+    """Hidden keys set no factor either."""
+    operands, rules = SHORT.operands("float32"), SHORT.rules
+    hidden = operands._replace(key_lengths=jnp.asarray([20, 24, 24]), key=operands.key.at[0, 20:].set(1e30))
+    wrong = hidden._replace(query=hidden.query.at[1, 3].set(jnp.inf), value=hidden.value.at[2, 5].set(jnp.nan))
+    (expected, *_), _ = run(operands._replace(key_lengths=hidden.key_lengths), rules, interpret)
+    (found, *_), _ = run(wrong, rules, interpret)
+    np.testing.assert_allclose(found[:1], expected[:1], rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(found[1, 4:], expected[1, 4:], rtol=1e-3, atol=1e-3)
+    assert jnp.isnan(found[1, 3]).all()
 
 
 @pytest.mark.slow

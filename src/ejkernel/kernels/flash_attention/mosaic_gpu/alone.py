@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import Backend
-from ejkernel.kernels._hopper.device import quotient, remainder
+from ejkernel.kernels._hopper.device import quotient, remainder, wrapped
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 from ejkernel.kernels._numbers import LOG2_E, power_of_two
@@ -88,7 +88,7 @@ class _AloneKernel:
                 types[name] = tiled(buffer.shape, dtype, buffer.swizzle)
             else:
                 types[name] = self.matrices.type(buffer, dtype)
-        copies = sum(self.pieces(self._stages_of(name)) for name, _ in self._slabs())
+        copies = sum(self.pieces(self._stages_of(name)) for name, _ in self._slabs()) * plan.together
         # Teams share no stage: each must wait for every copy into its stages.
         types["pipeline"] = Pipeline.types(plan.teams * plan.stages, consumers=plan.team, copies=copies)
         if plan.backward and plan.team > 1:
@@ -108,7 +108,7 @@ class _AloneKernel:
         self.inputs, self.outputs, self.memory = inputs, outputs, memory
         plan, program, consumers = self.plan, lax.axis_index(PROGRAM), self.plan.consumers
         if plan.keeps_heads:
-            count = quotient(plan.batch - 1 - quotient(program, plan.heads), plan.programs // plan.heads) + 1
+            count = quotient(plan.batch - 1 - quotient(program, plan.bundles), plan.programs // plan.bundles) + 1
         else:
             count = quotient(plan.items - 1 - program, plan.programs) + 1
         dispatch_warpgroup(
@@ -121,14 +121,28 @@ class _AloneKernel:
 
     def _item(self, number: Any) -> Item:
         plan = self.plan
-        place = number * plan.programs + lax.axis_index(PROGRAM)  # with whole heads in `programs`, one head for all
-        return Item(quotient(place, plan.heads), remainder(place, plan.heads), self.memory.pipeline.stage(number))
+        place = number * plan.programs + lax.axis_index(PROGRAM)  # `keeps_heads`: always the same bundle
+        stage = self.memory.pipeline.stage(number)
+        return Item(quotient(place, plan.bundles), remainder(place, plan.bundles), stage)
 
-    def rows(self, item: Item, slab: Any, size: int = ROWS) -> tuple[Any, ...]:
-        """Return the index of a slab of an item's head; copies leave out rows past the end."""
+    def _heads(self, item: Item, slab: Any, rows: int) -> list[tuple[Any, Any, Any]]:
+        """Return head, rows in its array, and rows in shared memory for each copy of a slab.
+
+        Copies leave out rows past the end of the array.
+        """
         # Computed, because Pallas refuses constants out of bounds.
         start = lax.add(np.int32(slab * ROWS), np.int32(0)) if isinstance(slab, int) else slab * ROWS
-        return item.example, pl.ds(start, size), item.head
+        size = rows if self.plan.together == 1 else self.plan.tokens
+        first = item.bundle * self.plan.together
+        return [(first + n, pl.ds(start, size), pl.ds(n * size, size)) for n in range(self.plan.together)]
+
+    def store(self, name: str, at: tuple[Any, ...], value: jax.Array, output: int, part: Part) -> None:
+        """Start storing a consumer's rows through a buffer that no product needs any more."""
+        target, buffer = self.outputs[output], getattr(self.memory, name)
+        self.matrices.assign(buffer, at, value.astype(target.dtype))
+        plgpu.commit_smem()
+        for head, rows, own in self._heads(part.item, part.slab, ROWS):
+            self.matrices.copy_out(buffer, (*at, own), target, (part.item.example, rows, head))
 
     def _produce(self, count: Any) -> None:
         pipeline = self.memory.pipeline
@@ -136,15 +150,15 @@ class _AloneKernel:
         @pl.loop(0, count)
         def _copy(number: Any) -> None:
             item = self._item(number)
-            group = item._replace(head=quotient(item.head, self.plan.heads // self.plan.groups))
             pipeline.producer_wait(number, item.stage)
             for name, slab in self._slabs():
                 # Consumers convert whole slabs, so that none of their rows may have any values.
                 size = ROWS if self.plan.single else self.plan.rows(name)
-                buffer = getattr(self.memory, self._stages_of(name))
-                rows = self.rows(group if name in ("key", "value") else item, slab, size)
-                at, full = (item.stage, slab, pl.ds(0, size)), pipeline.full.at[item.stage]
-                self.matrices.copy_in(getattr(self.inputs, name), rows, buffer, at, full)
+                source, buffer = getattr(self.inputs, name), getattr(self.memory, self._stages_of(name))
+                for head, rows, own in self._heads(item, slab, size):
+                    group = quotient(head, self.plan.heads // self.plan.groups) if name in ("key", "value") else head
+                    at, full = (item.stage, slab, own), pipeline.full.at[item.stage]
+                    self.matrices.copy_in(source, (item.example, rows, group), buffer, at, full)
 
         producer_tail(count, pipeline)
 
@@ -208,7 +222,7 @@ class _AloneKernel:
         hidden, bias = self.inputs.hidden, self.inputs.bias
 
         def load(x: Any) -> jax.Array:
-            at, columns = broadcast_index(x, part.item.example, part.item.head), pl.ds(0, self.plan.columns)
+            at, columns = broadcast_index(x, part.item.example, part.item.bundle), pl.ds(0, self.plan.columns)
             if x.shape[2] > 1:
                 rows = x.at[(*at, pl.ds(part.slab * ROWS, ROWS), columns)]
                 whole: jax.Array = plgpu.load(rows, layout=WGMMA, optimized=False)
@@ -238,8 +252,9 @@ class _AloneKernel:
         decay: Any = 1.0
         empty = total == 0.0
         if self.inputs.sinks is not None:
-            own = part.item.example if self.inputs.sinks.shape[0] > 1 else 0
-            sink = jnp.maximum(self.inputs.sinks[own, part.item.head] * LOG2_E, _LOWEST)
+            at = broadcast_index(self.inputs.sinks, part.item.example, part.item.bundle)
+            own = plgpu.load(self.inputs.sinks.at[at], layout=WGMMA.reduce(1), optimized=False)
+            sink = jnp.maximum(own * LOG2_E, _LOWEST)
             # Weights are rounded relative to the largest of them: float16 has no digits for those far below a sink.
             keys, top = top, jnp.maximum(top, sink)
             decay = jnp.exp2(keys - top)
@@ -251,12 +266,15 @@ class _AloneKernel:
         """Return the conditions under which queries see keys."""
         plan = self.plan
         row, column = (plgpu.broadcasted_iota(jnp.int32, self.square, axis, layout=WGMMA) for axis in (0, 1))
-        first = part.slab * ROWS + (plan.keys - plan.queries)
-        conditions = within_window(plan.rules, row + first, column)
+        apart, first = [], part.slab * ROWS + (plan.keys - plan.queries)
+        if plan.together > 1:
+            apart = [quotient(row, plan.tokens) == quotient(column, plan.tokens)]
+            row, column = wrapped(row, plan.tokens), wrapped(column, plan.tokens)
+        conditions = apart + within_window(plan.rules, row + first, column)
         if plan.key_lengths:
             # The maximum gives the length the type of values computed here, on any mesh axis that it varies over.
             conditions.append(column < jnp.maximum(self.inputs.key_lengths[part.item.example], 0))
-        elif plan.keys < plan.columns:
+        elif plan.keys < (plan.columns if plan.together == 1 else plan.tokens):
             conditions.append(column < plan.keys)
         return conditions
 
@@ -271,7 +289,7 @@ class ForwardKernel(_AloneKernel):
         plan = self.plan
         return [
             jax.ShapeDtypeStruct((*inputs.query.shape[:3], inputs.value.shape[3]), inputs.query.dtype),
-            jax.ShapeDtypeStruct((plan.batch, plan.heads, plan.team * ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((plan.batch, plan.bundles, plan.team * ROWS), jnp.float32),
         ]
 
     def compute(self, part: Part, sums: Any) -> Any:
@@ -295,11 +313,9 @@ class ForwardKernel(_AloneKernel):
         if not plan.single:
             pipeline.consumer_release(part.item.stage)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous output must have left the buffer
-        rows = self.rows(part.item, part.slab)
-        out, target = out * along_rows(found.share, out.shape), self.outputs[0]
-        out = undone(out, raised["value"]) if plan.single else out
-        self.matrices.store(self.memory.out, (part.warpgroup,), out.astype(target.dtype), target, rows)
-        self.outputs[1].at[part.item.example, part.item.head, pl.ds(part.slab * ROWS, ROWS)][...] = found.lse
+        out = out * along_rows(found.share, out.shape)
+        self.store("out", (part.warpgroup,), undone(out, raised["value"]) if plan.single else out, 0, part)
+        self.outputs[1].at[part.item.example, part.item.bundle, pl.ds(part.slab * ROWS, ROWS)][...] = found.lse
         return sums
 
 
@@ -310,11 +326,11 @@ class BackwardKernel(_AloneKernel):
 
     def out_types(self, inputs: AloneInputs) -> list[jax.ShapeDtypeStruct]:
         """See `_AloneKernel`; each query head has gradients of keys and values, which XLA adds up for a key head."""
-        plan, heads = self.plan, self.plan.heads
-        types = [jax.ShapeDtypeStruct((*x.shape[:2], heads, x.shape[3]), x.dtype) for x in inputs[:3]]
+        plan = self.plan
+        types = [jax.ShapeDtypeStruct((*x.shape[:2], plan.heads, x.shape[3]), x.dtype) for x in inputs[:3]]
         if inputs.bias is not None:
-            terms = plan.programs // heads * plan.teams if plan.keeps_heads else plan.batch
-            types.append(jax.ShapeDtypeStruct((terms, heads, plan.team * ROWS, plan.columns), jnp.float32))
+            terms = plan.programs // plan.bundles * plan.teams if plan.keeps_heads else plan.batch
+            types.append(jax.ShapeDtypeStruct((terms, plan.bundles, plan.team * ROWS, plan.columns), jnp.float32))
         return types
 
     def first_sums(self) -> Any:
@@ -324,8 +340,8 @@ class BackwardKernel(_AloneKernel):
     def store_sums(self, sums: Any, team: Any) -> None:
         """See `_AloneKernel`."""
         if self.plan.keeps_heads:
-            program, heads = lax.axis_index(PROGRAM), self.plan.heads
-            self._store_dbias(sums, quotient(program, heads) * self.plan.teams + team, remainder(program, heads), 0)
+            program, bundles = lax.axis_index(PROGRAM), self.plan.bundles
+            self._store_dbias(sums, quotient(program, bundles) * self.plan.teams + team, remainder(program, bundles), 0)
 
     def compute(self, part: Part, sums: Any) -> Any:
         """See `_AloneKernel`."""
@@ -338,7 +354,7 @@ class BackwardKernel(_AloneKernel):
         if plan.keeps_heads:
             sums = sums + dlogits * factor
         elif self.inputs.bias is not None:
-            self._store_dbias(dlogits * factor, part.item.example, part.item.head, part.slab)
+            self._store_dbias(dlogits * factor, part.item.example, part.item.bundle, part.slab)
         if plan.single:
             raised["dscores"] = exponent(self, part, len(plan.operands), largest_of_rows(dscores))
             dscores = dscores * along_rows(power_of_two(raised["dscores"]), self.square)
@@ -353,13 +369,10 @@ class BackwardKernel(_AloneKernel):
             lambda sums: self._multiply_by_queries(sums[0], memory.weights, "dout", read),
             zeros((ROWS, plan.value_dim)),
         )
-        rows = self.rows(part.item, part.slab)
 
         def store(name: str, gradient: jax.Array, *factors: str) -> None:
-            target = self.outputs[("query", "key", "value").index(name)]
             gradient = undone(gradient, *(raised[name] for name in factors)) if raised else gradient
-            buffer = getattr(memory, self._stages_of(name))
-            self.matrices.store(buffer, (stage, part.slab), gradient.astype(target.dtype), target, rows)
+            self.store(self._stages_of(name), (stage, part.slab), gradient, plan.operands.index(name), part)
 
         store("value", dvalue * factor, "dout")
 
@@ -375,8 +388,8 @@ class BackwardKernel(_AloneKernel):
         memory.pipeline.consumer_release(stage)
         return sums
 
-    def _store_dbias(self, dlogits: jax.Array, term: Any, head: Any, slab: Any) -> None:
-        self.outputs[3].at[term, head, pl.ds(slab * ROWS, ROWS)][...] = dlogits
+    def _store_dbias(self, dlogits: jax.Array, term: Any, bundle: Any, slab: Any) -> None:
+        self.outputs[3].at[term, bundle, pl.ds(slab * ROWS, ROWS)][...] = dlogits
 
     def _scores_gradient(
         self, part: Part, read: Part, raised: dict[str, jax.Array]

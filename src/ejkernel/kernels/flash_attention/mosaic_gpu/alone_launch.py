@@ -32,7 +32,8 @@ def forward_alone(operands: Operands, rules: Rules, params: ForwardParams, *, in
         plan = alone_plan(describe(operands, rules), params)
         with jax.enable_x64(False):  # the kernels count in int32
             out, lse = ForwardKernel(plan, backend_for(interpret)).run(_inputs(operands, None, plan))
-        return out[..., : operands.value.shape[3]], lse[:, :, : plan.queries]
+        lse = lse.reshape(plan.batch, plan.heads, -1)[:, :, : plan.queries]
+        return out[..., : operands.value.shape[3]], lse
 
     out, lse = fold_examples(attend, lambda args: args[0].bias, shared=True)(_by_example(operands))
     return out, lse
@@ -64,7 +65,7 @@ def backward_alone(
             dquery, dkey, dvalue, *dbias = BackwardKernel(plan, backend_for(interpret)).run(inputs)
             found = [dquery, *(sum_of_heads(x, plan.heads // plan.groups) for x in (dkey, dvalue))]
         found = [x[..., : like.shape[3]] for x, like in zip(found, operands[:3], strict=True)]
-        return *found, *(_gradient_of_bias(x, operands) for x in dbias)
+        return *found, *(_gradient_of_bias(x, operands, plan) for x in dbias)
 
     dquery, dkey, dvalue, *dbias = fold_examples(pull, lambda args: args[0].bias)(_by_example(operands), dout)
     return dquery, dkey, dvalue, dbias[0] if dbias else None
@@ -83,8 +84,14 @@ def _inputs(operands: Operands, dout: jax.Array | None, plan: AlonePlan) -> Alon
     lengths = operands.key_lengths
     lengths = None if lengths is None else jnp.clip(lengths, 0, plan.keys).astype(jnp.int32)
     query, key, value = (padded(x) for x in operands[:3])
-    given = {"key_lengths": lengths, "sinks": operands.sinks, "hidden": _hidden(operands, plan)}
+    given = {"key_lengths": lengths, "sinks": _sinks(operands, plan), "hidden": _hidden(operands, plan)}
     return AloneInputs(query, key, value, None if dout is None else padded(dout), bias=_bias(operands, plan), **given)
+
+
+def _sinks(operands: Operands, plan: AlonePlan) -> jax.Array | None:
+    """Return `AloneInputs.sinks`."""
+    sinks = operands.sinks
+    return None if sinks is None else jnp.repeat(sinks, plan.tokens, axis=1).reshape(len(sinks), -1, ROWS)
 
 
 def _hidden(operands: Operands, plan: AlonePlan) -> jax.Array | None:
@@ -102,15 +109,31 @@ def _bias(operands: Operands, plan: AlonePlan) -> jax.Array | None:
 
 
 def _in_slabs(x: jax.Array, plan: AlonePlan, rows: int) -> jax.Array:
-    """Return `[batch or 1, heads or 1, rows, columns]`, with whole slabs of rows unless there is one row."""
+    """Return terms of logits, `[batch or 1, heads or 1, rows, columns]`, as the kernel adds them to those of a bundle.
+
+    If they have one row, it is that of all queries.
+    """
     x = jnp.broadcast_to(x, (*x.shape[:2], rows, plan.keys))
-    missing = plan.team * ROWS - rows if rows > 1 else 0
-    return jnp.pad(x, [(0, 0), (0, 0), (0, missing), (0, plan.key_slabs * ROWS - plan.keys)])
+    most = (plan.team * ROWS, plan.key_slabs * ROWS) if plan.together == 1 else (plan.tokens, plan.tokens)
+    x = jnp.pad(x, [(0, 0), (0, 0), (0, most[0] - rows if rows > 1 else 0), (0, most[1] - plan.keys)])
+    if plan.together == 1:
+        return x
+    shared = x.shape[1] == 1
+    x = jnp.repeat(x, plan.together, axis=1) if shared else x
+    x = x.reshape(len(x), -1, plan.together, *x.shape[2:])
+    if rows == 1:
+        return x.reshape(*x.shape[:2], 1, ROWS)
+    own = jnp.eye(plan.together, dtype=bool)[:, None, :, None]
+    return jnp.where(own, x[:, :, :, :, None], 0).reshape(*x.shape[:2], ROWS, ROWS)
 
 
-def _gradient_of_bias(terms: jax.Array, operands: Operands) -> jax.Array:
+def _gradient_of_bias(terms: jax.Array, operands: Operands, plan: AlonePlan) -> jax.Array:
     """Return the sum of the kernel's terms, as the gradient of a bias of any broadcast shape."""
     bias: Any = operands.bias
-    terms = terms[:, :, : operands.query.shape[1], : operands.key.shape[1]]
+    if plan.together > 1:
+        split = (plan.together, plan.tokens)
+        terms = jnp.diagonal(terms.reshape(*terms.shape[:2], *split, *split), axis1=2, axis2=4)
+        terms = jnp.moveaxis(terms, -1, 2).reshape(len(terms), plan.heads, plan.tokens, plan.tokens)
+    terms = terms[:, :, : plan.queries, : plan.keys]
     axes = tuple(axis for axis, size in enumerate(bias.shape) if size == 1)
     return terms.sum(axis=axes, keepdims=True).astype(bias.dtype)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ejkernel.kernels._hopper.device import wrapped
 from ejkernel.kernels._hopper.launch import plgpu
 from ejkernel.kernels._numbers import power_of_two
 
@@ -100,9 +101,10 @@ def _counted(kernel: Any, part: Any, slab: int, shape: tuple[int, ...]) -> jax.A
     inputs, hidden, counted = kernel.inputs, kernel.inputs.hidden, None
     if inputs.key_lengths is not None:
         row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA) + slab * ROWS
+        row = row if kernel.plan.together == 1 else wrapped(row, kernel.plan.tokens)
         counted = row < inputs.key_lengths[part.item.example]
     if hidden is not None and hidden.shape[2] == 1:
-        at = (*broadcast_index(hidden, part.item.example, part.item.head), 0, pl.ds(slab * ROWS, ROWS))
+        at = (*broadcast_index(hidden, part.item.example, part.item.bundle), 0, pl.ds(slab * ROWS, ROWS))
         by_row = plgpu.load(hidden.at[at], layout=WGMMA.reduce(1), optimized=False)
         seen = along_rows(by_row, shape) >= 0
         counted = seen if counted is None else counted & seen

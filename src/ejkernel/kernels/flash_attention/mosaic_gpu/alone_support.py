@@ -30,7 +30,8 @@ class AlonePlan(AttentionSizes):
     """One launch.
 
     Matrices are in slabs of 64 rows. A head has a team of consumers, one for each slab of queries; in the backward,
-    each of them also computes the gradients of a slab of keys.
+    each of them also computes the gradients of a slab of keys. Several heads of up to 32 tokens are one bundle: they
+    share a slab, one after the other, and a matrix of scores, where each sees itself.
 
     Attributes:
         dtype: Of the operands of products.
@@ -63,26 +64,43 @@ class AlonePlan(AttentionSizes):
         return self.consumers // self.team
 
     @property
+    def together(self) -> int:
+        """Heads of a bundle: a power of two; 1 if there are not enough bundles for all multiprocessors."""
+        longest, heads = max(self.queries, self.keys), self.heads
+        fitting = (n for n in (8, 4, 2) if longest * n <= ROWS and heads % n == 0)
+        return next((n for n in fitting if self.batch * heads >= n * MULTIPROCESSORS), 1)
+
+    @property
+    def tokens(self) -> int:
+        """Rows of a head in a slab."""
+        return ROWS // self.together
+
+    @property
+    def bundles(self) -> int:
+        """Bundles of an example."""
+        return self.heads // self.together
+
+    @property
     def items(self) -> int:
-        """Heads of all examples."""
-        return self.batch * self.heads
+        """Bundles of all examples."""
+        return self.batch * self.bundles
 
     @property
     def keeps_heads(self) -> bool:
-        """Whether a block of threads has one head of many examples, so that it adds up the gradient of their bias."""
+        """Whether a block of threads has one bundle of many examples, and adds up the gradients of their bias."""
         return self.bias is not None and self.bias[0] == 1
 
     @property
     def programs(self) -> int:
         """Blocks of threads."""
         if self.keeps_heads:
-            return self.heads * max(1, min(MULTIPROCESSORS // self.heads, self.batch))
+            return self.bundles * max(1, min(MULTIPROCESSORS // self.bundles, self.batch))
         return min(MULTIPROCESSORS, self.items)
 
     @property
     def key_rows(self) -> int:
         """Rows of a slab of keys that products take."""
-        return _rows(self.keys)
+        return self._rows(self.keys)
 
     @property
     def key_slabs(self) -> int:
@@ -100,7 +118,10 @@ class AlonePlan(AttentionSizes):
 
     def rows(self, name: str) -> int:
         """Return how many rows of an operand's slab products by rows take."""
-        return self.key_rows if name in ("key", "value") else _rows(self.queries)
+        return self.key_rows if name in ("key", "value") else self._rows(self.queries)
+
+    def _rows(self, length: int) -> int:
+        return _FEW if length <= _FEW and self.together == 1 else ROWS
 
     @property
     def columns(self) -> int:
@@ -239,7 +260,3 @@ def _reason(call: AttentionCall) -> str | None:
     if max(call.query[3], call.value[3]) > _WIDEST:
         return f"takes at most {_WIDEST} columns, got {call.query[3]} and {call.value[3]}."
     return None
-
-
-def _rows(length: int) -> int:
-    return _FEW if length <= _FEW else ROWS

@@ -17,10 +17,10 @@ class AloneInputs(NamedTuple):
         query, key, value: As in `Operands`, with columns padded for copies.
         dout: The output's cotangent; only for gradients.
         key_lengths: `[batch]` in int32; `None` without them.
-        sinks: `[batch or 1, heads]` in float32; `None` without them.
-        hidden: `[batch or 1, heads or 1, rows or 1, columns]` in float32: minus infinity for keys that a mask hides, 0
-            for others; `None` without a mask.
-        bias: `[batch or 1, heads or 1, rows, columns]` in float32, for logarithms to the base 2; `None` without one.
+        sinks: `[batch or 1, bundles, 64]` in float32, one for each row; `None` without them.
+        hidden: `[batch or 1, bundles or 1, rows or 1, columns]` in float32: minus infinity for keys that a mask hides,
+            0 for others; `None` without a mask.
+        bias: `[batch or 1, bundles or 1, rows, columns]` in float32, for logarithms to the base 2; `None` without one.
         factor: `[batch]` in float32, on the gradients; `None` is 1.
     """
 
@@ -56,10 +56,10 @@ class Memory(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A head of an example, and the stage of its operands."""
+    """A bundle of an example's heads, and the stage of its operands."""
 
     example: Any
-    head: Any
+    bundle: Any
     stage: Any
 
 
