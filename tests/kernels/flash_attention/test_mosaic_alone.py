@@ -121,6 +121,24 @@ def test_bias(interpret, bias):
 
 
 @pytest.mark.slow
+def test_examples_of_vmap_share_a_bias(interpret):
+    """In the folded batch each example has the bias, and the gradient of each is a sum over its own batch."""
+    from ejkernel.kernels.flash_attention.mosaic_gpu.alone_launch import backward_alone
+
+    case = dataclasses.replace(SHORT, batch=4, bias=(1, 2, 24, 24))
+    operands, params = case.operands("bfloat16"), BackwardParams(form="alone", q_stages=1)
+
+    def pull(query, dout, operands=operands):
+        own = operands._replace(query=query, key=query, value=query)
+        return backward_alone(own, dout, case.rules, params, interpret=interpret)[3]
+
+    query, dout = (x.reshape(2, 2, *x.shape[1:]) for x in (operands.query, operands.key))
+    found = jax.vmap(pull)(query, dout)
+    for number in range(2):
+        np.testing.assert_allclose(found[number], pull(query[number], dout[number]), rtol=0.03, atol=0.02)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("sizes", "more"),
@@ -263,7 +281,11 @@ WIDE = LONG | {"head_dim": 128, "value_dim": 128}
         (WIDE | {"groups": 4}, False, False),
         (WIDE | {"queries": 64}, True, False),
         (SMALL | {"queries": 1}, True, True),
-        (SMALL | {"queries": 1, "groups": 4}, False, False),
+        (SMALL | {"queries": 1, "groups": 4}, False, True),
+        (SMALL | {"bias": (1, 8, 16, 16)}, True, True),
+        (LONG | {"bias": (1, 8, 100, 100)}, False, False),
+        (LONG | {"mask": (64, 1, 100, 100)}, False, True),
+        (LONG | {"mask": (64, 1, 1, 100)}, True, True),
     ],
 )
 def test_heads_are_computed_alone_where_that_was_faster(sizes, forward, backward):
@@ -297,8 +319,10 @@ def test_the_space_has_parameters_of_both_kinds(sizes, backward):
     [
         ({"queries": 129}, "at most 128 queries and keys, got 129 and 24"),
         ({"value_dim": 136}, "at most 128 columns, got 32 and 136"),
-        ({"bias": (1, 2, 24, 24)}, "does not support a bias"),
-        ({"mask": (1, 2, 24, 24)}, "does not support an attention mask that differs between queries"),
+        (
+            {"bias": (1, 2, 24, 24), "rules": Rules(scale=0.3, soft_cap=5.0, cap_after_bias=True)},
+            "does not support a bias below a soft cap",
+        ),
         ({"segments": True}, "does not support segment ids"),
         ({"rules": Rules(scale=0.3, dropout_rate=0.5)}, "does not support dropout"),
     ],
@@ -309,6 +333,26 @@ def test_other_calls_are_refused(case, message):
         params = BackwardParams(form="alone") if backward else ForwardParams(alone=True, kv_block=64)
         assert message in MosaicGpu().params_fault(call_of(case, backward=backward), params)
         assert not list(alone_support.alone_space(call_of(case, backward=backward)))
+
+
+def test_the_gradient_of_a_bias_has_one_slab():
+    case = dataclasses.replace(SHORT, keys=65, bias=(1, 2, 24, 65))
+    assert MosaicGpu().params_fault(call_of(case), ForwardParams(alone=True, kv_block=64)) is None
+    fault = MosaicGpu().params_fault(call_of(case, backward=True), BackwardParams(form="alone"))
+    assert "does not support the gradient of a bias beyond 64 tokens" in fault
+
+
+@pytest.mark.parametrize(
+    ("sizes", "together"),
+    [((8, 8, 8), 8), ((8, 5, 9), 4), ((6, 8, 8), 2), ((8, 33, 1), 1), ((4, 32, 32), 2), ((7, 4, 4), 1)],
+)
+def test_as_many_heads_share_a_matrix_as_fit(sizes, together):
+    heads, queries, keys = sizes
+    case = dataclasses.replace(SHORT, batch=300, heads=heads, groups=heads, queries=queries, keys=keys)
+    params = ForwardParams(alone=True, kv_block=64)
+    assert alone_support.alone_plan(call_of(case), params).together == together
+    few = call_of(dataclasses.replace(case, batch=10))
+    assert alone_support.alone_plan(few, params).together == 1
 
 
 def test_partial_keys_have_other_gradients():
@@ -336,31 +380,39 @@ STRICT = {"numpy_rank_promotion": "raise", "numpy_dtype_promotion": "strict"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "settings"), [("bfloat16", STRICT), ("float16", STRICT | {"enable_x64": True})])
-def test_it_is_lowered_inside_shard_map_under_strict_settings(interpret, dtype, settings):
+@pytest.mark.parametrize(
+    ("dtype", "queries", "heads", "given"),
+    [
+        ("bfloat16", 50, 2, {"keys": 100, "mask": (4, 2, 1, 100), "rules": Rules(scale=1, right=3)}),
+        ("float16", 50, 2, {"keys": 60, "bias": (4, 1, 50, 60), "mask": (4, 1, 50, 60)}),
+        ("float32", 16, 4, {"keys": 9, "bias": (4, 4, 16, 9), "rules": Rules(scale=1, soft_cap=2.0, right=3)}),
+        ("float32", 50, 2, {"keys": 50, "mask": (4, 1, 1, 50), "head_dim": 64, "value_dim": 64}),
+    ],
+)
+def test_it_is_lowered_inside_shard_map_under_strict_settings(interpret, dtype, queries, heads, given):
     """For CUDA, which builds the whole kernel and checks its layouts; no GPU is needed."""
     del interpret
     from ejkernel.kernels.flash_attention.mosaic_gpu.alone_launch import backward_alone, forward_alone
 
-    case = dataclasses.replace(SHORT, batch=4, queries=50, keys=100, mask=(4, 2, 1, 100), rules=Rules(scale=1, right=3))
+    case = dataclasses.replace(SHORT, batch=4, queries=queries, heads=heads, groups=heads, **given)
     types = case.types(dtype)
     types = types._replace(
-        sinks=jax.ShapeDtypeStruct((2,), jnp.float32), key_lengths=jax.ShapeDtypeStruct((4,), "int32")
+        sinks=jax.ShapeDtypeStruct((heads,), jnp.float32), key_lengths=jax.ShapeDtypeStruct((4,), "int32")
     )
-    given = {name: x for name, x in types._asdict().items() if x is not None}
-    specs = {name: P() if name == "sinks" else P("x") for name in given}
+    arrays = {name: x for name, x in types._asdict().items() if x is not None}
+    specs = {name: P() if name == "sinks" else P("x") for name in arrays}
 
-    def run(given):
-        operands = Operands(**given)
-        out, lse = forward_alone(operands, case.rules, ForwardParams(alone=True, kv_block=64))
+    def run(arrays):
+        operands = Operands(**arrays)
+        out, lse = forward_alone(operands, case.rules, ForwardParams(alone=True, kv_block=64, stages=1))
         gradients = backward_alone(operands, out, case.rules, BackwardParams(form="alone", q_stages=1))
-        return out, lse, *gradients[:3]
+        return out, lse, *(x for x in gradients if x is not None)
 
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     sharded = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=P("x"), check_vma=True)
     with contextlib.ExitStack() as stack:
-        for name, setting in settings.items():
+        for name, setting in (STRICT | {"enable_x64": dtype != "bfloat16"}).items():
             stack.enter_context(getattr(jax, name)(setting))
-        text = jax.jit(sharded).trace(given).lower(lowering_platforms=("cuda",)).as_text()
+        text = jax.jit(sharded).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert "attention_forward_alone" in text
     assert "attention_backward_alone" in text

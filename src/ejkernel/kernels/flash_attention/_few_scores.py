@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls with few scores: on a GPU, plain JAX is a few products of whole matrices, and starting them takes most time.
 
-Measured on one H200: `benchmarks/results/attention_few_scores_gpu.json`; short sequences: `attention_short_gpu.md`.
+Measured on one H200: `benchmarks/results/attention_few_scores_gpu.json`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from .common import AttentionCall
 _FEW = 1 << 22  # scores of a gradient that computes its softmax again
 _FEW_OF_WIDE = 1 << 21  # scores of heads with more than 256 columns
 _LEAST_WORK = 9_000_000  # queries of a head, times its columns squared: with less, a kernel with few tiles is fast too
-_SHORT_WITH_SHARED_KEYS = 16  # queries; 12 at D64: 98 us instead of 126, but 25: 384 instead of 152
-_SHORTEST_WITH_SHARED_KEYS = 8  # queries, also forward; 5 at D64: 93 us instead of 127; but 4 of 38 keys: 403 and 321
-_SHORTEST = 16  # scores of a wide head; 4 and 4 at D104: 940 us instead of 1,257, but 4 of 10 keys: 133 instead of 68
 _ALIGNED = 8  # rows; products of other lengths take twice as long
 
 
@@ -43,8 +40,6 @@ def is_fastest_in_plain_jax(call: AttentionCall) -> bool:
     on_hopper = call.platform == "gpu" and may_be_on_hopper(call) and not call.partitioned
     if not on_hopper or not is_known(*call.query, *call.key, *call.value):
         return False
-    if _is_of_short_sequences(call):
-        return True
     if not _is_plain(call):
         return False
     queries, heads, dim = call.query[1], call.examples * call.query[0] * call.query[2], call.query[3]
@@ -56,21 +51,6 @@ def is_fastest_in_plain_jax(call: AttentionCall) -> bool:
     if call.rules.right is None:  # our kernels divide keys and queries into parts
         return queries <= 1024 and dim >= 176
     return queries <= 8 * dim or (call.backward and dim >= 192 and _scores(call) <= _FEW)
-
-
-def _is_of_short_sequences(call: AttentionCall) -> bool:
-    """Return whether plain JAX computes short sequences, or their gradients, faster than our kernels."""
-    given = call.segments or call.query_lengths or call.attention_mask or call.bias or call.rules.dropout_rate
-    if call.dtype not in ("bfloat16", "float16") or given:
-        return False
-    (_, queries, heads, dim), keys = call.query, call.key[1]
-    if call.backward and queries * keys <= _SHORTEST and dim > 64:
-        return True
-    if heads == call.key[2]:
-        return False
-    if 1 < queries <= _SHORTEST_WITH_SHARED_KEYS and keys <= 2 * _SHORTEST_WITH_SHARED_KEYS:
-        return True
-    return call.backward and queries <= _SHORT_WITH_SHARED_KEYS and keys <= 64
 
 
 def _is_plain(call: AttentionCall) -> bool:

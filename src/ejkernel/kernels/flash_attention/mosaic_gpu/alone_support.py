@@ -17,7 +17,7 @@ from ejkernel.kernels.flash_attention.common import AttentionCall
 
 from .backward_plan import Buffer, padded_dim, shared_bytes
 from .params import BackwardParams, ForwardParams
-from .plan import ROWS, AttentionSizes, sizes_of
+from .plan import ROWS, AttentionSizes, sizes_of, variation
 
 _WIDEST = 128  # columns: wider matrices do not fit into the registers
 _FEW = 32  # rows; with 16, pieces would be half as wide
@@ -47,7 +47,7 @@ class AlonePlan(AttentionSizes):
     dtype: str
     single: bool
     key_lengths: bool
-    bias: tuple[int, int] | None
+    bias: tuple[int, ...] | None
     backward: bool
     raised: int
     consumers: int
@@ -158,22 +158,24 @@ class AlonePlan(AttentionSizes):
 def alone_plan(call: AttentionCall, params: ForwardParams | BackwardParams, raised: int | None = None) -> AlonePlan:
     """Return the launch.
 
-    The kernel converts float32 if one consumer computes a head. Otherwise the operands are converted before.
+    The kernel converts float32 if one consumer computes a head. Otherwise the operands are converted before it; so are
+    wide heads that share keys, which would be converted for each head: 279 us instead of 361, 761 instead of 1,208.
     """
-    backward, is_single = isinstance(params, BackwardParams), call.dtype == "float32"
-    longest = max(call.query[1], call.key[1]) if backward else call.query[1]
-    single = is_single and longest <= ROWS
-    return AlonePlan(
+    plan = AlonePlan(
         **sizes_of(call, padded_dim),
-        dtype="float16" if is_single else call.dtype,
-        single=single,
+        dtype="float16" if call.dtype == "float32" else call.dtype,
+        single=False,
         key_lengths=call.key_lengths,
         bias=None if call.bias is None else call.bias[:2],
-        backward=backward,
-        raised=_RAISED if single else raised or 0,
+        backward=isinstance(params, BackwardParams),
+        raised=raised or 0,
         consumers=params.warpgroups,
         stages=params.q_stages if isinstance(params, BackwardParams) else params.stages,
     )
+    is_wide = max(plan.head_dim, plan.value_dim) > ROWS
+    if call.dtype != "float32" or plan.team > 1 or (is_wide and plan.heads > plan.groups and plan.together == 1):
+        return plan
+    return dataclasses.replace(plan, single=True, raised=_RAISED)
 
 
 def is_alone(params: ForwardParams | BackwardParams) -> bool:
@@ -205,19 +207,21 @@ def alone_heuristic(call: AttentionCall) -> Any:
 
     Up to 64 queries and keys, they took 0.11 to 0.96 of the others' time. Up to 128, forwards of 64 columns took 0.69
     to 0.95 of it, but as long with more columns, 22 us instead of 19 with shared keys, and 3.4 instead of 2.7 with few
-    heads. Gradients took 0.35 to 0.68 of it with 64 columns, and 0.94 to 0.98 with more; but 14.8 us instead of 11.3
-    with few heads of 128 columns, and 494 instead of 382 with 64 queries and 128 keys. For a single query of heads that
-    share keys, cuDNN took 18 us, and these 31.
+    heads; with a bias 82 us instead of 54, and 89 instead of 74 with a mask that differs between queries. Gradients
+    took 0.35 to 0.68 of it with 64 columns, and 0.94 to 0.98 with more; but 14.8 us instead of 11.3 with few heads of
+    128 columns, and 494 instead of 382 with 64 queries and 128 keys. For a single query of heads that share keys, cuDNN
+    took 18 us forward, and these 31.
     """
     params, (batch, queries, heads, dim), own = next(alone_space(call), None), call.query, call.query[2] == call.key[2]
-    if params is None or (queries == 1 and not own):
+    if params is None or (queries == 1 and not own and not call.backward):
         return None
     if alone_plan(call, params).team == 1:
         return params
     narrow, many = max(dim, call.value[3]) <= 64, call.examples * batch * heads > MULTIPROCESSORS
+    by_query = "block" in (variation(call.bias, call), variation(call.attention_mask, call))
     if call.backward:
-        return params if narrow or (many and own and min(queries, call.key[1]) > ROWS) else None
-    return params if narrow and many and own else None
+        return params if narrow or (many and own and not by_query and min(queries, call.key[1]) > ROWS) else None
+    return params if narrow and many and own and not by_query else None
 
 
 def alone_space(call: AttentionCall) -> Iterator[Any]:
