@@ -188,6 +188,20 @@ def test_numbers_that_are_not_finite_change_no_factor(interpret):
 
 
 @pytest.mark.slow
+def test_the_lowest_float_is_a_number(interpret):
+    """As a bias of all keys it leaves their mean, and as a sink it takes the whole weight of a row without keys."""
+    lowest = float(np.finfo(np.float32).min)
+    case = dataclasses.replace(SHORT, queries=9, keys=5, bias=(1, 2, 9, 5), rules=Rules(scale=0.3, right=0))
+    operands = case.operands("bfloat16")._replace(sinks=jnp.asarray([-jnp.inf, lowest]))
+    operands = operands._replace(bias=operands.bias.at[:, :, 6].set(lowest))
+    found, dout = run(operands, case.rules, interpret)
+    expected = expected_of(operands, case.rules, dout)
+    assert_alike([found[0], *found[2:]], [expected[0], *expected[2:]])
+    assert (found[1][:, 0, :4] == EMPTY_ROW_LSE).all()
+    assert (found[1][:, 1, :4] != EMPTY_ROW_LSE).all()
+
+
+@pytest.mark.slow
 def test_weights_far_below_a_sink_keep_their_digits(interpret):
     """The numerators are relative to the largest key, not to the sink: float16 ends at 6e-8, and rounds 1e-6 to 6 %."""
     case = dataclasses.replace(SHORT, rules=Rules(scale=0.05))

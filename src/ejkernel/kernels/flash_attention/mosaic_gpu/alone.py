@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of short sequences: teams of one or two consumer warpgroups, each computing one head after another.
+"""Attention of short sequences: teams of one or two consumer warpgroups, each computing one bundle after another.
+
+A bundle is a head, or several heads of an example that have few tokens: they share a matrix of scores, in which each
+sees its own keys. A number that is not finite may reach other heads of its example, but no other example.
 
 The keys of a head fit into one matrix of scores. So the softmax needs one pass, and the gradients need neither the
 output nor the log-sum-exp: maximum and sum of each row are computed again, and the row sums of output times cotangent
 are those of weights times their gradients. Copies of the next heads overlap with the products of these. Only the
-gradient of a shared bias is a sum over blocks of threads: each block has one head, and its consumers add up the
+gradient of a shared bias is a sum over blocks of threads: each block has one bundle, and its consumers add up the
 gradients of their examples in registers.
 """
 
@@ -88,7 +91,7 @@ class _AloneKernel:
                 types[name] = tiled(buffer.shape, dtype, buffer.swizzle)
             else:
                 types[name] = self.matrices.type(buffer, dtype)
-        copies = sum(self.pieces(self._stages_of(name)) for name, _ in self._slabs()) * plan.together
+        copies = sum(self.pieces(self.staged(name)) for name, _ in self._slabs()) * plan.together
         # Teams share no stage: each must wait for every copy into its stages.
         types["pipeline"] = Pipeline.types(plan.teams * plan.stages, consumers=plan.team, copies=copies)
         if plan.backward and plan.team > 1:
@@ -100,8 +103,8 @@ class _AloneKernel:
         """Return the name and the slab of each copy to shared memory."""
         return [(name, slab) for name in self.plan.operands for slab in range(self.plan.slabs(name))]
 
-    def _stages_of(self, name: str) -> str:
-        """Return the name of the buffer that copies of an operand fill."""
+    def staged(self, name: str) -> str:
+        """Return the name of the buffer that copies of an operand fill, and that its gradient leaves through."""
         return f"staged_{name}" if self.plan.single else name
 
     def _block(self, inputs: AloneInputs, outputs: Any, memory: Memory) -> None:
@@ -154,7 +157,7 @@ class _AloneKernel:
             for name, slab in self._slabs():
                 # Consumers convert whole slabs, so that none of their rows may have any values.
                 size = ROWS if self.plan.single else self.plan.rows(name)
-                source, buffer = getattr(self.inputs, name), getattr(self.memory, self._stages_of(name))
+                source, buffer = getattr(self.inputs, name), getattr(self.memory, self.staged(name))
                 for head, rows, own in self._heads(item, slab, size):
                     group = quotient(head, self.plan.heads // self.plan.groups) if name in ("key", "value") else head
                     at, full = (item.stage, slab, own), pipeline.full.at[item.stage]
@@ -254,11 +257,11 @@ class _AloneKernel:
         if self.inputs.sinks is not None:
             at = broadcast_index(self.inputs.sinks, part.item.example, part.item.bundle)
             own = plgpu.load(self.inputs.sinks.at[at], layout=WGMMA.reduce(1), optimized=False)
-            sink = jnp.maximum(own * LOG2_E, _LOWEST)
+            sink, is_none = jnp.maximum(own * LOG2_E, _LOWEST), own == -jnp.inf
             # Weights are rounded relative to the largest of them: float16 has no digits for those far below a sink.
             keys, top = top, jnp.maximum(top, sink)
             decay = jnp.exp2(keys - top)
-            total, empty = total * decay + jnp.exp2(sink - top), empty & (sink <= _LOWEST)
+            total, empty = total * decay + jnp.where(is_none, 0.0, jnp.exp2(sink - top)), empty & is_none
         lse = jnp.where(empty, EMPTY_ROW_LSE, (top + jnp.log2(total)) * (1 / LOG2_E))
         return Weights(weights, jnp.where(empty, 0.0, decay / total), lse, slope)
 
@@ -372,7 +375,7 @@ class BackwardKernel(_AloneKernel):
 
         def store(name: str, gradient: jax.Array, *factors: str) -> None:
             gradient = undone(gradient, *(raised[name] for name in factors)) if raised else gradient
-            self.store(self._stages_of(name), (stage, part.slab), gradient, plan.operands.index(name), part)
+            self.store(self.staged(name), (stage, part.slab), gradient, plan.operands.index(name), part)
 
         store("value", dvalue * factor, "dout")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry points of `alone`, the kernels of short sequences: they prepare the operands and unpack the results."""
+"""Entry points of the kernels of short sequences: they prepare the operands, and unpack the results."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ class ForwardParams(NamedFields):
         key_parts: Parts of the keys that count as further examples, for few queries that see all keys. XLA combines
             their outputs. A number that does not divide the keys is reduced to the greatest common divisor.
         alone: Whether one or two consumers, each with 64 queries, compute whole heads of at most 128 queries and keys,
-            without the others. They then have `stages` heads in shared memory.
+            without the others. They then have `stages` heads in shared memory, or as many bundles of heads of up to 32
+            tokens.
     """
 
     kv_block: int = 128
