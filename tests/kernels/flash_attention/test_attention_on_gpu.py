@@ -117,7 +117,9 @@ def test_short_sequences_with_a_bias_are_those_of_plain_jax(shape):
         assert jnp.linalg.norm(difference) < 1e-2 * jnp.linalg.norm(expected.astype(jnp.float32))
 
 
-@pytest.mark.parametrize(("queries", "keys", "dim"), [(5, 5, 32), (50, 50, 64), (16, 100, 40), (64, 64, 128)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "dim"), [(5, 5, 32), (50, 50, 64), (16, 100, 40), (64, 64, 128), (100, 77, 64)]
+)
 def test_short_float32_sequences_keep_the_digits_of_float16(queries, keys, dim):
     query = drawn((33, queries, 4, dim), jnp.float32)[0]
     key, value = drawn((33, keys, 1, dim), jnp.float32)[2:]

@@ -175,6 +175,21 @@ def test_float32_operands_of_any_magnitude(interpret, sizes):
 
 
 @pytest.mark.slow
+def test_two_consumers_convert_a_head(interpret):
+    """Each converts a slab of each operand, by a factor for both slabs."""
+    from ejkernel.kernels.flash_attention.mosaic_gpu.alone_launch import forward_alone
+
+    case = dataclasses.replace(SHORT, queries=70, keys=100, head_dim=40, value_dim=40, rules=Rules(scale=0.3, left=40))
+    operands = case.operands("float32")._replace(key_lengths=jnp.asarray([0, 66, 100]))
+    wide = operands._replace(query=operands.query * 1e9, key=(operands.key * 1e-9).at[1, 66:].set(1e30))
+    params = ForwardParams(alone=True, kv_block=64, stages=1)
+    assert alone_support.alone_plan(describe(wide, case.rules), params).single
+    found = forward_alone(wide._replace(value=operands.value * 1e-9), case.rules, params, interpret=interpret)
+    out, lse = attention(operands, case.rules)
+    assert_alike([found[0] / 1e-9, found[1]], [out, lse], 2e-3)
+
+
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_change_no_factor(interpret):
     """Hidden keys set no factor either."""
     operands, rules = SHORT.operands("float32"), SHORT.rules

@@ -94,7 +94,7 @@ class _AloneKernel:
         copies = sum(self.pieces(self.staged(name)) for name, _ in self._slabs()) * plan.together
         # Teams share no stage: each must wait for every copy into its stages.
         types["pipeline"] = Pipeline.types(plan.teams * plan.stages, consumers=plan.team, copies=copies)
-        if plan.backward and plan.team > 1:
+        if plan.team > 1:
             for name in ("shared", "done"):
                 types[name] = plgpu.Barrier(num_arrivals=plan.team, num_barriers=plan.teams)
         return Memory._make(types.get(name) for name in Memory._fields)
@@ -179,6 +179,12 @@ class _AloneKernel:
         turns = quotient(count + plan.teams - 1 - team, plan.teams)
         self.store_sums(lax.fori_loop(0, turns, compute, self.first_sums()), team)
         plgpu.wait_smem_to_gmem(0)
+
+    def await_team(self, barrier: Any, part: Part) -> None:
+        """Wait for the other consumer of a team, if there is one."""
+        if self.plan.team > 1:
+            plgpu.barrier_arrive(barrier.at[part.team])
+            plgpu.barrier_wait(barrier.at[part.team])
 
     def converted(self, part: Part) -> tuple[dict[str, jax.Array], Part]:
         """Convert float32; return the exponents of the operands' factors, and the work with their stage in float16."""
@@ -367,7 +373,7 @@ class BackwardKernel(_AloneKernel):
             memory.weights.at[at][...] = one
             memory.dscores.at[at][...] = other
         plgpu.commit_smem()  # products read shared memory through another path
-        self._await_team(memory.shared, part)
+        self.await_team(memory.shared, part)
         (dvalue,) = self.backend.accumulate(
             lambda sums: self._multiply_by_queries(sums[0], memory.weights, "dout", read),
             zeros((ROWS, plan.value_dim)),
@@ -384,7 +390,7 @@ class BackwardKernel(_AloneKernel):
             self._multiply_by_queries(sums[1], memory.dscores, "query", read)
 
         dquery, dkey = self.backend.accumulate(products, *(zeros((ROWS, plan.head_dim)),) * 2)
-        self._await_team(memory.done, part)
+        self.await_team(memory.done, part)
         store("query", dquery * (factor * plan.rules.scale), "dscores", "key")
         store("key", dkey * (factor * plan.rules.scale), "dscores", "query")
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -421,8 +427,3 @@ class BackwardKernel(_AloneKernel):
         for slab in range(self.plan.team):
             left = scores.at[part.team, part.slab, slab, pl.ds(0, self.plan.rows(rows))].transpose((1, 0))
             self.matrices.multiply(total, left, self.copied(rows, part, slab))
-
-    def _await_team(self, barrier: Any, part: Part) -> None:
-        if self.plan.team > 1:
-            plgpu.barrier_arrive(barrier.at[part.team])
-            plgpu.barrier_wait(barrier.at[part.team])

@@ -36,13 +36,17 @@ def convert(kernel: Any, part: Any) -> dict[str, jax.Array]:
     """
     raised = {}
     for number, name in enumerate(kernel.plan.operands):
+        # Each of two consumers converts a slab.
+        slabs = range(kernel.plan.slabs(name)) if kernel.plan.team == 1 else [part.slab]
         largest = plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), WGMMA.reduce(1))
-        for slab in range(kernel.plan.slabs(name)):
+        for slab in slabs:
             for x in _staged(kernel, name, part, slab):
                 largest = jnp.maximum(largest, largest_of_rows(x))
         raised[name] = exponent(kernel, part, number, largest)
-        _store(kernel, name, part, power_of_two(raised[name]))
+        for slab in slabs:
+            _store(kernel, name, part, slab, power_of_two(raised[name]))
     plgpu.commit_smem()
+    kernel.await_team(kernel.memory.shared, part)
     return raised
 
 
@@ -63,10 +67,11 @@ def exponent(kernel: Any, part: Any, number: int, largest: jax.Array) -> jax.Arr
         largest: One number for each row.
     """
     memory = kernel.memory.largest.at[part.team, number % 2]
-    memory[...] = largest
+    memory.at[pl.ds(part.slab * ROWS, ROWS)][...] = largest
     plgpu.commit_smem()
+    kernel.await_team(kernel.memory.shared, part)
     by_column = plgpu.load(memory, layout=WGMMA.reduce(0), optimized=False)
-    highest = lax.broadcast_in_dim(by_column, (ROWS, ROWS), [1]).max(axis=1)
+    highest = lax.broadcast_in_dim(by_column, (ROWS, kernel.plan.team * ROWS), [1]).max(axis=1)
     bits = lax.bitcast_convert_type(highest, jnp.int32)
     found = lax.shift_right_arithmetic(bits, jnp.full_like(bits, 23)) - 126
     return _TOP - jnp.clip(found, _TOP - _MOST, _MOST)
@@ -79,16 +84,15 @@ def undone(x: jax.Array, *raised: jax.Array) -> jax.Array:
     return x
 
 
-def _store(kernel: Any, name: str, part: Any, factor: jax.Array) -> None:
-    """Store an operand in float16."""
-    for slab in range(kernel.plan.slabs(name)):
-        pieces = _staged(kernel, name, part, slab)
-        x = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
-        half = (x * along_rows(factor, x.shape)).astype(jnp.float16)
-        kernel.matrices.assign(getattr(kernel.memory, name), (part.team, slab), half)
+def _store(kernel: Any, name: str, part: Any, slab: Any, factor: jax.Array) -> None:
+    """Store a slab in float16."""
+    pieces = _staged(kernel, name, part, slab)
+    x = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
+    half = (x * along_rows(factor, x.shape)).astype(jnp.float16)
+    kernel.matrices.assign(getattr(kernel.memory, name), (part.team, slab), half)
 
 
-def _staged(kernel: Any, name: str, part: Any, slab: int) -> list[jax.Array]:
+def _staged(kernel: Any, name: str, part: Any, slab: Any) -> list[jax.Array]:
     """Return the pieces of a slab in float32, with zeros for keys that do not count: they must set no factor."""
     tiles = kernel.matrices.tiles(getattr(kernel.memory, f"staged_{name}"), part.item.stage, slab)
     loaded = [plgpu.load(tile, layout=WGMMA, optimized=False) for tile in tiles]
@@ -96,7 +100,7 @@ def _staged(kernel: Any, name: str, part: Any, slab: int) -> list[jax.Array]:
     return loaded if counted is None else [jnp.where(counted, x, 0.0) for x in loaded]
 
 
-def _counted(kernel: Any, part: Any, slab: int, shape: tuple[int, ...]) -> jax.Array | None:
+def _counted(kernel: Any, part: Any, slab: Any, shape: tuple[int, ...]) -> jax.Array | None:
     """Return which keys count; `None` if all do, as copies fill rows past the end with zeros."""
     inputs, hidden, counted = kernel.inputs, kernel.inputs.hidden, None
     if inputs.key_lengths is not None:

@@ -145,7 +145,7 @@ class AlonePlan(AttentionSizes):
             if self.single:
                 buffers[f"staged_{name}"] = Buffer((count * self.stages, self.slabs(name), ROWS, dim), itemsize=4)
         if self.single:
-            buffers["largest"] = Buffer((self.teams, 2, ROWS), itemsize=4)
+            buffers["largest"] = Buffer((self.teams, 2, self.team * ROWS), itemsize=4)
         if not self.backward:
             return buffers | {"out": Buffer((self.consumers, ROWS, self.value_dim), itemsize=4 if self.single else 2)}
         square = (self.teams, self.team, self.team, ROWS, ROWS)
@@ -158,8 +158,9 @@ class AlonePlan(AttentionSizes):
 def alone_plan(call: AttentionCall, params: ForwardParams | BackwardParams, raised: int | None = None) -> AlonePlan:
     """Return the launch.
 
-    The kernel converts float32 if one consumer computes a head. Otherwise the operands are converted before it; so are
-    wide heads that share keys, which would be converted for each head: 279 us instead of 361, 761 instead of 1,208.
+    The kernel converts float32 if memory allows. So XLA converts before gradients of two consumers, and wide heads that
+    would need two. It also does where wide heads share keys, which the kernel would convert for each head: 279 us
+    instead of 361, 761 instead of 1,208.
     """
     plan = AlonePlan(
         **sizes_of(call, padded_dim),
@@ -172,8 +173,9 @@ def alone_plan(call: AttentionCall, params: ForwardParams | BackwardParams, rais
         consumers=params.warpgroups,
         stages=params.q_stages if isinstance(params, BackwardParams) else params.stages,
     )
-    is_wide = max(plan.head_dim, plan.value_dim) > ROWS
-    if call.dtype != "float32" or plan.team > 1 or (is_wide and plan.heads > plan.groups and plan.together == 1):
+    is_wide, shares = max(plan.head_dim, plan.value_dim) > 64, plan.heads > plan.groups and plan.together == 1
+    divides = plan.team == 2 and (is_wide or plan.backward or plan.key_slabs < plan.team)
+    if call.dtype != "float32" or divides or (is_wide and shares):
         return plan
     return dataclasses.replace(plan, single=True, raised=_RAISED)
 

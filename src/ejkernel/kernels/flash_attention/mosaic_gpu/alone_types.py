@@ -51,8 +51,8 @@ class Memory(NamedTuple):
     staged_dout: Any
     largest: Any  # of each row of these
     pipeline: Pipeline
-    shared: Any  # weights and scores' gradients of a team are written
-    done: Any  # and no product needs them any more
+    shared: Any  # what the consumers of a team share is written
+    done: Any  # and no product needs it any more
 
 
 class Item(NamedTuple):
