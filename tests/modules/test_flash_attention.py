@@ -238,6 +238,8 @@ QUERY, KEY, VALUE = make_qkv()
         ({"sliding_window": -1}, "sliding_window must be an int >= 0, .* got -1"),
         ({"sliding_window": (1, 2, 3)}, "sliding_window must be"),
         ({"softmax_scale": 0}, "softmax_scale must be a positive number or None, got 0"),
+        ({"softmax_scale": 1e-40}, "softmax_scale must be between 1e-30 and 1e.30, .*; got 1e-40"),
+        ({"logits_soft_cap": 1e39}, "logits_soft_cap must be between 1e-30 and 1e.30, .*; got 1e.39"),
         ({"logits_soft_cap": jnp.ones(2)}, "logits_soft_cap must be a positive number or None"),
         ({"causal": 1}, "causal must be True or False, got 1"),
         (

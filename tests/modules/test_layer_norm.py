@@ -26,6 +26,7 @@ KERNEL = LayerNorm()
         ({"weight": jnp.ones(16, int)}, "weight must be a floating-point array .* got dtype int32"),
         ({"weight": None}, "weight must be a floating-point array .* got NoneType"),
         ({"eps": -1.0}, "eps must be a number >= 0, got -1.0"),
+        ({"eps": 10**400}, "eps must be a number >= 0, got 1000"),
         ({"implementation": "cudnn"}, "implementation must be one of mosaic_gpu, xla, pallas, or None; got 'cudnn'"),
     ],
 )

@@ -451,7 +451,7 @@ class Parameter:
         ({"reduction": "means"}, "got 'means'; did you mean 'mean'"),
         ({"ignore_index": 1.5}, "ignore_index must be an integer or None, got 1.5"),
         ({"label_smoothing": 2}, "label_smoothing must be a number from 0 to 1, got 2"),
-        ({"z_loss": -1.0}, "z_loss must be a number >= 0, got -1.0"),
+        ({"z_loss": -1.0}, "z_loss must be a number from 0 to .*, got -1.0"),
         ({"logits_soft_cap": 0}, "logits_soft_cap must be a positive number or None, got 0"),
         ({"accumulation_dtype": "int8"}, "accumulation_dtype must be a floating-point dtype, got int8"),
         ({"memory_limit": 0}, "memory_limit must be a number of bytes >= 1, or None, got 0"),

@@ -346,6 +346,13 @@ def test_values_that_do_not_fit_together_are_named(kind, offsets, lengths, words
             call()
 
 
+@pytest.mark.parametrize("name", ["heads", "page_size", "tokens", "pages"])
+def test_sizes_of_a_plan_fit_in_32_bits(name):
+    shape = {"heads": 2, "kv_heads": 2, "page_size": 4, "tokens": 2, "pages": 9, "page_table": np.zeros((2, 2), int)}
+    with pytest.raises(ArgumentError, match=rf"{name} must be .* 2\*\*31.*, got 4294967296"):
+        paged_plan(np.array([0, 1, 2]), np.array([4, 4]), **shape | {name: 2**32})
+
+
 def test_a_row_of_padding_has_no_keys():
     batch = np.array([0, 1, 2]), np.array([4, 0])
     paged_plan(*batch, heads=2, kv_heads=2, page_size=4)

@@ -119,6 +119,7 @@ def test_a_replicated_weights_gradient_is_summed_under_shard_map(cfg):
         ({"residual": jnp.ones((2, 8))}, r"residual must have x's shape and dtype, \(3, 6, 16\), .*; got \(2, 8\)"),
         ({"residual": 1.0}, "residual must have x's shape and dtype, .*; got float"),
         ({"eps": -1.0}, "eps must be a number >= 0, got -1.0"),
+        ({"weight_offset": 10**400}, "weight_offset must be a number, and 0 if weight is None, got 1000"),
         ({"implementation": "cudnn"}, "implementation must be one of mosaic_gpu, xla, pallas, or None; got 'cudnn'"),
     ],
 )

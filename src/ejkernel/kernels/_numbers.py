@@ -13,6 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 _limits: Any = jnp.finfo  # it has no annotations
+_BEYOND_FLOATS = 1 << 1023
 LOG2_E = math.log2(math.e)  # the hardware computes exponentials in base 2
 
 
@@ -32,8 +33,15 @@ def is_integer(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a Python or NumPy integer or float; booleans are not."""
-    return is_integer(value) or isinstance(value, float | np.floating)
+    """Return whether a value is a Python or NumPy integer or float; booleans, and integers beyond floats, are not."""
+    if is_integer(value):
+        return bool(-_BEYOND_FLOATS < value < _BEYOND_FLOATS)
+    return isinstance(value, float | np.floating)
+
+
+def at_most_zero(x: jax.Array) -> jax.Array:
+    """Return `min(x, 0)` with a derivative of 1: only rounding makes `x` positive."""
+    return x - lax.stop_gradient(jnp.maximum(x, 0))
 
 
 # Gradients in a dtype of small range, such as float16: float32 values become operands without overflow or underflow. A

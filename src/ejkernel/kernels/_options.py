@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels._numbers import is_number
+from ejkernel.kernels._numbers import is_integer, is_number
 from ejkernel.ops.errors import ArgumentError, ConfigError
 from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.values.scalars import Takes, given_text, python_numbers
 from ejkernel.ops.utils.values.signature import array_fault, is_array, is_known
 
 POSITIVE: Final = range(1, 1 << 62)
+# Factors beyond these limits, their inverses and their products with logits may overflow or vanish in float32.
+_LEAST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30
 
 
 def check_values(**arrays: Any) -> None:
@@ -69,11 +71,16 @@ def canonical_precision(value: Any) -> str | None:
 
 
 def positive(name: str, value: Any) -> float | None:
-    """Return a positive finite number as a float; `None` stays."""
+    """Return a positive number as a float; `None` stays."""
     if value is None:
         return None
-    if not is_number(value) or not 0 < value < math.inf:
+    if not (is_integer(value) or is_number(value)) or not 0 < value < math.inf:
         raise ArgumentError(f"{name} must be a positive number or None, got {given_text(value)}.")
+    if not _LEAST_FACTOR <= value <= LARGEST_FACTOR:
+        raise ArgumentError(
+            f"{name} must be between {_LEAST_FACTOR:g} and {LARGEST_FACTOR:g}, as a factor of float32 numbers; "
+            f"got {given_text(value)}."
+        )
     return float(value)
 
 

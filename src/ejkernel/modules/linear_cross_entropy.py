@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from ejkernel.kernels._numbers import accumulator, is_integer
+from ejkernel.kernels._numbers import accumulator, at_most_zero, is_integer
 from ejkernel.kernels._options import canonical_flag, check_values, int32, positive
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.linear_cross_entropy import _arguments as arguments
@@ -365,8 +365,8 @@ def token_log_probs(
         implementation=implementation,
     )
     found = head.statistics(("expected",) if return_entropy else ())
-    out = weighted(tokens.factors, found.label - found.lse)
-    return (out, found.lse - found.expected) if return_entropy and found.expected is not None else out
+    out = weighted(tokens.factors, at_most_zero(found.label - found.lse))
+    return (out, -at_most_zero(found.expected - found.lse)) if return_entropy and found.expected is not None else out
 
 
 class _Tokens(NamedTuple):

@@ -266,8 +266,8 @@ def paged_plan(
             f"{'is' if len(missing) == 1 else 'are'} missing."
         )
     for name, value in (("tokens", tokens), ("pages", pages)):
-        if not is_integer(value) or value < 0:
-            raise ArgumentError(f"{name} must be an integer of at least 0, got {given_text(value)}.")
+        if not is_integer(value) or not 0 <= value < 1 << 31:
+            raise ArgumentError(f"{name} must be an integer from 0 to 2**31 - 1, got {given_text(value)}.")
     arguments.check_batch(page_table, query_offsets, kv_lengths)
     arguments.check_batch_values(query_offsets, kv_lengths, tokens)
     shape = dataclasses.replace(shape, tokens=tokens, pages=pages, table=tuple(page_table.shape))

@@ -12,6 +12,7 @@ from ejkernel import compat
 from ejkernel.kernels.flash_attention.common import AttentionCall, Rules
 from ejkernel.modules import FlashAttention, FlashAttentionConfig, flash_attention
 from ejkernel.ops import BwdParams, FwdParams
+from ejkernel.ops.errors import ArgumentWarning
 
 pytestmark = pytest.mark.slow
 
@@ -79,6 +80,32 @@ def test_a_sink_has_its_share_beside_large_logits():
     arrays = value, jnp.asarray([2049.0])
     expected, found = (jax.vjp(function, *arrays)[1](dout) for function in (plain, ours))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(y, x, atol=2e-3), expected, found)
+
+
+@pytest.mark.parametrize("sink", [-1e4, 1e4, -1e30, float(np.finfo(np.float32).min)])
+def test_rows_without_keys_have_zero_gradients_beside_a_far_sink(sink):
+    """Their log-sum-exp is the sink; if it is large, another pass looks for the rows' exact maximum."""
+    query, key, value, dout = (jnp.asarray(x[:, :, :1]) for x in (QUERY, KEY, VALUE, DOUT))
+    operands = (query, key[:, :20], value[:, :20])  # the first 12 queries see no key
+
+    def ours(query, key, value, sinks):
+        return flash_attention(query, key, value, causal=True, sinks=sinks, cfg=CFG)
+
+    with pytest.warns(ArgumentWarning, match="the first 12 queries see no key"):
+        out, pull = jax.vjp(jax.jit(ours), *operands, jnp.asarray([sink]))
+    if sink < 0:
+        alone, expected = jax.vjp(
+            lambda *arrays: jax.nn.dot_product_attention(*arrays, is_causal=True), operands[0][:, 12:], *operands[1:]
+        )
+        np.testing.assert_allclose(out[:, 12:], alone, atol=1e-5)
+        expected = expected(dout[:, 12:])
+    else:
+        expected = jax.tree.map(jnp.zeros_like, (query[:, 12:], *operands[1:]))
+    dquery, *others, dsinks = pull(dout)
+    for wanted, got in zip(expected, (dquery[:, 12:], *others), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-5)
+    for zero in (out[:, :12], dquery[:, :12], dsinks):
+        np.testing.assert_array_equal(zero, 0)
 
 
 def test_the_derivatives_of_a_gradient_are_those_of_plain_jax():

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.kernels._numbers import at_most_zero
 from ejkernel.kernels._varying import of_any_example
 
 from ._xla_blocks import Blocks, Grid, RowBlocks, full, put, take
@@ -78,11 +79,6 @@ def weights_of(logits: Logits, top: jax.Array) -> tuple[jax.Array, jax.Array, ja
     return new_top, jnp.exp(differences * logits.factor), decay
 
 
-def at_most_zero(x: jax.Array) -> jax.Array:
-    """Return `min(x, 0)` with a derivative of 1: only rounding makes `x` positive."""
-    return x - lax.stop_gradient(jnp.maximum(x, 0))
-
-
 def gradient_of_weights(dout: jax.Array, value: jax.Array, keep: jax.Array | None, grid: Grid) -> jax.Array:
     """Return the gradient of one pair's weights before dropout."""
     dweights = grid.dot("bgrqe,bgke->bgrqk", dout, value)
@@ -120,6 +116,7 @@ def exact_rows(rows: RowBlocks, blocks: Blocks, grid: Grid) -> RowBlocks:
     count = jnp.where(lax.stop_gradient(large).any(), jnp.int32(pairs.shape[0]), jnp.int32(0))
     # A loop instead of `lax.cond`, which runs both branches under `vmap`.
     top, total, pulled = lax.fori_loop(jnp.int32(0), count, step, start)
+    large &= top > -jnp.inf  # the log-sum-exp of a row without keys is its sink
     total = jnp.where(large, total, 1)
     return _with_exact(rows, large, (top, jnp.log(total), pulled / total), factor_of(blocks, grid))
 

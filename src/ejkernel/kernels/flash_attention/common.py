@@ -30,7 +30,8 @@ Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 # Segment ids of hidden queries and keys; see `hidden_past`. Hidden keys come last: ascending ids still ascend.
 HIDDEN_QUERY, HIDDEN_KEY = -(2**31), 2**31 - 1
 
-_LARGEST_SCALE = 1024.0  # limit of the GPU kernels
+_LARGEST_SCALE = 1024.0  # limit of the kernels
+_LOWEST_LSE = -1e29  # up to that scale; hidden keys have logits of -1e30 or less
 _ODD = 0x9E3779B9  # 2**32 / golden ratio: its multiples are far from each other
 
 
@@ -199,7 +200,7 @@ class AttentionImplementation(Implementation[AttentionCall]):
             # the log-sum-exp of a row without visible keys is -inf, and its derivative is zero
             out, dlse = out[0], jnp.where(lse == EMPTY_ROW_LSE, 0, cotangents[1].astype(lse.dtype))
         more = {} if dlse is None else {"dlse": dlse}
-        residuals = out, lse_of_keys(operands, lse)
+        residuals = out, lse_of_keys(operands, lse, call.rules)
         own = operands if self.is_told_of_sinks else operands._replace(sinks=None)
         found = self.differentiate(own, residuals, dout, call.rules, params, **more)
         dsinks = gradient_of_sinks(operands.sinks, out, lse, (dout, *more.values()))
@@ -218,11 +219,14 @@ def with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Ar
     return scaled.astype(out.dtype), jnp.where(empty, alone, both)
 
 
-def lse_of_keys(operands: Operands, lse: jax.Array) -> jax.Array:
+def lse_of_keys(operands: Operands, lse: jax.Array, rules: Rules) -> jax.Array:
     """Return the log-sum-exp for the gradients of query, key and value: queries past the lengths see no key.
 
-    With a sink their log-sum-exp is the sink, but kernels leave it to the log-sum-exp to make their weights zero.
+    With a sink their log-sum-exp is the sink, but kernels leave it to the log-sum-exp to make their weights zero. A row
+    without keys may have a sink such as the lowest float32, below the finite logits with which kernels hide keys.
     """
+    if operands.sinks is not None and rules.scale <= _LARGEST_SCALE:
+        lse = jnp.maximum(lse, _LOWEST_LSE)
     if operands.query_lengths is None:
         return lse
     past = jnp.arange(lse.shape[2], dtype=jnp.int32)[None, None] >= operands.query_lengths[:, None, None]

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.kernels._numbers import has_small_range, normalized
+from ejkernel.kernels._numbers import at_most_zero, has_small_range, normalized
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.values.signature import is_known
@@ -41,7 +41,6 @@ from ._xla_blocks import (
     take,
 )
 from ._xla_pairs import (
-    at_most_zero,
     exact_rows,
     factor_of,
     gradient_of_weights,

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels._numbers import is_integer, is_number
-from ejkernel.kernels._options import canonical_flag, canonical_float, canonical_precision, positive, wrong_array
+from ejkernel.kernels._options import (
+    LARGEST_FACTOR,
+    canonical_flag,
+    canonical_float,
+    canonical_precision,
+    positive,
+    wrong_array,
+)
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.values.scalars import given_text
@@ -115,9 +121,9 @@ def canonical_options(
 
 
 def nonnegative(name: str, value: Any) -> float:
-    """Return a finite number that is not negative as a float."""
-    if not is_number(value) or not 0 <= value < math.inf:
-        raise ArgumentError(f"{name} must be a number >= 0, got {given_text(value)}.")
+    """Return a number that is not negative as a float."""
+    if not is_number(value) or not 0 <= value <= LARGEST_FACTOR:
+        raise ArgumentError(f"{name} must be a number from 0 to {LARGEST_FACTOR:g}, got {given_text(value)}.")
     return float(value)
 
 

@@ -23,7 +23,7 @@ def statistics_by_rows(problem: Problem, chunk: int | None) -> Statistics:
 
     def step(carry: tuple[()], rows: Any) -> tuple[tuple[()], Statistics]:
         part = problem.rows(*rows[:2])
-        return carry, part.statistics(part.logits()).finished()
+        return carry, part.statistics(part.logits()).finished(part.factor)
 
     found: Statistics = over_rows(step, (), (problem.x, problem.labels), chunk)[1]
     return found
@@ -53,9 +53,9 @@ def gradients_by_rows(
 
     def gradients(rows: Any, dtype: Any) -> tuple[dict[str, Any], Any]:
         part = problem.rows(*rows[:2])
-        s = part.logits()
-        own, of_rows, more = coefficients(part, s, *rows[2:])
-        return part.gradients(s, of_rows, own, (x.dtype, dtype)), more
+        values = part.logits()
+        own, of_rows, more = coefficients(part, values, *rows[2:])
+        return part.gradients(values, of_rows, own, (x.dtype, dtype)), more
 
     if _is_one(chunk, x.shape[0]):
         made, more = gradients((x, problem.labels, given, lse), weight.dtype)
@@ -78,10 +78,10 @@ def statistics_by_columns(problem: Problem, chunk: int | None) -> Statistics:
 
     def step(found: Partial, start: Any, count: int) -> Partial:
         part = problem.columns(start, count)
-        return found.merged(part.statistics(part.logits()))
+        return found.merged(part.statistics(part.logits()), part.factor)
 
     empty = Partial(nothing - jnp.inf, nothing, nothing, nothing, nothing)
-    return over_columns(step, empty, problem.call.columns, chunk).finished()
+    return over_columns(step, empty, problem.call.columns, chunk).finished(problem.factor)
 
 
 def gradients_by_columns(

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel import compat
-from ejkernel.kernels._numbers import accumulator, has_small_range, normalized
+from ejkernel.kernels._numbers import accumulator, at_most_zero, has_small_range, normalized
 from ejkernel.kernels._varying import unify_varying
 
 from .common import Coefficients, LinearCrossEntropyCall, Statistics, expectation, finite_top, log_of_sum
 
+_LARGE_FACTOR = 2.0**20  # logits of this size are exact to 1/16
 _HEADROOM = 2.0**12  # scales probabilities in float16: 65,504 is the largest number, 6e-8 the smallest
 
 
@@ -23,7 +24,7 @@ class Partial(NamedTuple):
     """Statistics of rows over some of the columns.
 
     Attributes:
-        top: The maximum.
+        top: The maximum, divided by `Problem.factor`.
         total: The sum of exponentials relative to it.
         label: The label's logit.
         sum: The sum of the logits; 0 if the call does not want it.
@@ -36,10 +37,10 @@ class Partial(NamedTuple):
     sum: jax.Array
     weighted: jax.Array
 
-    def merged(self, other: Partial) -> Partial:
+    def merged(self, other: Partial, factor: float) -> Partial:
         """Return the statistics over the columns of both."""
         top = jnp.maximum(self.top, other.top)
-        own, others = (jnp.exp(one.top - finite_top(top)) for one in (self, other))
+        own, others = (jnp.exp(_times(one.top - finite_top(top), factor)) for one in (self, other))
         return Partial(
             top,
             self.total * own + other.total * others,
@@ -48,11 +49,10 @@ class Partial(NamedTuple):
             self.weighted * own + other.weighted * others,
         )
 
-    def finished(self) -> Statistics:
+    def finished(self, factor: float) -> Statistics:
         """Return the statistics, also those that the call does not want."""
-        top = lax.stop_gradient(self.top)
-        expected = expectation(self.weighted, self.total)
-        return Statistics(log_of_sum(self.top, self.total), self.label, self.sum, expected, top)
+        top, expected = _times(self.top, factor), expectation(self.weighted, self.total)
+        return Statistics(log_of_sum(top, self.total), self.label, self.sum, expected, lax.stop_gradient(top))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +84,16 @@ class Problem:
         return cls(call, x, weight, labels, bias)
 
     @property
+    def factor(self) -> float:
+        """The factor that makes logits of the results of `logits`; 1 unless it is large.
+
+        The maximum is then subtracted before the multiplication: a compiler may fuse `values * factor - top` into one
+        operation with one rounding, although `top` was rounded before. Logits of 1e9 would be up to 32 away.
+        """
+        largest = self.call.logits_soft_cap or self.call.logits_scale
+        return largest if largest > _LARGE_FACTOR else 1.0
+
+    @property
     def wide(self) -> Any:
         """The dtype of logits and sums."""
         return accumulator(self.call.dtype)
@@ -111,49 +121,51 @@ class Problem:
         return lax.dot_general(left, right, axes, precision=self.call.precision, preferred_element_type=dtype)
 
     def logits(self) -> jax.Array:
-        """Return the logits `[rows, columns]`."""
+        """Return the logits divided by `factor`, `[rows, columns]`."""
         call = self.call
-        s = self._product(self.x, self.weight, (1, 1 if call.transpose_weight else 0), self.wide)
+        values = self._product(self.x, self.weight, (1, 1 if call.transpose_weight else 0), self.wide)
         if self.bias is None:
-            return self._capped(s * call.logits_scale if call.logits_scale != 1 else s)
+            return self._capped(values)
         bias = self.bias.astype(self.wide)[None]
         removed = bias == -jnp.inf
         # Without -inf inside, so that higher derivatives of removed columns are 0 and not NaN.
-        s = (s + jnp.where(removed, 0, bias)) * call.logits_scale
-        return jnp.where(removed, -jnp.inf, self._capped(s))
+        return jnp.where(removed, -jnp.inf, self._capped(values + jnp.where(removed, 0, bias)))
 
-    def _capped(self, s: jax.Array) -> jax.Array:
-        cap = self.call.logits_soft_cap
-        return s if cap is None else cap * jnp.tanh(s * (1 / cap))
+    def _capped(self, values: jax.Array) -> jax.Array:
+        cap, scale = self.call.logits_soft_cap, self.call.logits_scale
+        if cap is None:
+            return _times(values, scale / self.factor)
+        return _times(jnp.tanh(_times(values, scale) * (1 / cap)), cap / self.factor)
 
-    def statistics(self, s: jax.Array) -> Partial:
-        """Return the statistics of these logits."""
-        names = self.call.statistics
-        top = _row_max(s)
-        exponentials = jnp.exp(s - finite_top(top)[:, None])
+    def statistics(self, values: jax.Array) -> Partial:
+        """Return the statistics of the logits `values * factor`."""
+        names, factor = self.call.statistics, self.factor
+        top = _row_max(values)
+        exponentials = jnp.exp(_times(values - finite_top(top)[:, None], factor))
         nothing = jnp.zeros_like(top)
         # Where a logit is -inf, its product with 0 is NaN.
-        finite = s if self.bias is None else jnp.where(s == -jnp.inf, 0, s)
+        finite = values if self.bias is None else jnp.where(values == -jnp.inf, 0, values)
         return Partial(
             top,
             exponentials.sum(axis=1),
-            self._at_labels(s),
-            finite.sum(axis=1) if "sum" in names else nothing,
-            (finite * exponentials).sum(axis=1) if "expected" in names else nothing,
+            _times(self._at_labels(values), factor),
+            _times(finite.sum(axis=1), factor) if "sum" in names else nothing,
+            _times((finite * exponentials).sum(axis=1), factor) if "expected" in names else nothing,
         )
 
-    def _at_labels(self, s: jax.Array) -> jax.Array:
-        count = s.shape[1]
+    def _at_labels(self, values: jax.Array) -> jax.Array:
+        count = values.shape[1]
         own = (self.labels >= 0) & (self.labels < count)
         at = jnp.clip(self.labels, 0, count - 1)[:, None]
-        return jnp.where(own, jnp.take_along_axis(s, at, axis=1, mode="promise_in_bounds")[:, 0], 0)
+        return jnp.where(own, jnp.take_along_axis(values, at, axis=1, mode="promise_in_bounds")[:, 0], 0)
 
-    def gradient_of_logits(self, s: jax.Array, lse: jax.Array, given: Coefficients) -> jax.Array:
-        """Return the gradient of `x @ weight + bias`, in float32; see `Coefficients`."""
-        cap = self.call.logits_soft_cap
-        removed = None if self.bias is None else s == -jnp.inf
-        s = s if removed is None else jnp.where(removed, 0, s)
-        p = jnp.exp(s - lse[:, None])
+    def gradient_of_logits(self, values: jax.Array, lse: jax.Array, given: Coefficients) -> jax.Array:
+        """Return the gradient of `(x @ weight + bias) * logits_scale`, in float32; see `Coefficients`."""
+        removed = None if self.bias is None else values == -jnp.inf
+        values = values if removed is None else jnp.where(removed, 0, values)
+        s = _times(values, self.factor)
+        # With a factor, a large logit may be rounded differently than for the log-sum-exp, and exceed it.
+        p = jnp.exp(s - lse[:, None] if self.factor == 1 else at_most_zero(s - lse[:, None]))
         if given.expected is None or given.mean is None:
             d = p * given.softmax[:, None]
         else:
@@ -162,18 +174,20 @@ class Problem:
         d = d + jnp.where(hit, given.label[:, None], 0)
         if given.constant is not None:
             d = d + given.constant[:, None]
-        if cap is not None:
-            d = d * (1 - jnp.square(s * (1 / cap)))
-        d = d if removed is None else jnp.where(removed, 0, d)
-        return d * self.call.logits_scale if self.call.logits_scale != 1 else d
+        if self.call.logits_soft_cap is not None:
+            d = d * (1 - jnp.square(_times(values, self.factor / self.call.logits_soft_cap)))
+        return d if removed is None else jnp.where(removed, 0, d)
 
-    def gradients(self, s: jax.Array, lse: jax.Array, given: Coefficients, dtypes: tuple[Any, Any]) -> dict[str, Any]:
+    def gradients(
+        self, values: jax.Array, lse: jax.Array, given: Coefficients, dtypes: tuple[Any, Any]
+    ) -> dict[str, Any]:
         """Return the gradients of `x` and weight in `dtypes`, and that of the bias in the dtype of sums."""
+        given = given.scaled(self.call.logits_scale)
         if has_small_range(self.call.dtype):
             given, factor = _in_range(given)
         else:
             factor = None
-        d = self.gradient_of_logits(s, lse, given)
+        d = self.gradient_of_logits(values, lse, given)
         dbias = None if self.bias is None else d.sum(axis=0)
         d = d.astype(self.call.dtype)
         transposed = self.call.transpose_weight
@@ -184,6 +198,10 @@ class Problem:
             dx, dweight = (dx * factor).astype(dtypes[0]), (dweight * factor).astype(dtypes[1])
             dbias = None if dbias is None else dbias * factor[0]
         return {"x": dx, "weight": dweight, "bias": dbias}
+
+
+def _times(x: jax.Array, factor: float) -> jax.Array:
+    return x if factor == 1 else x * factor
 
 
 @jax.custom_jvp

@@ -178,7 +178,9 @@ def token_losses(found: Statistics, *, label_smoothing: float, z_loss: float, co
         z_loss: Factor of the squared log-sum-exp.
         columns: The number of columns over which the target is spread.
     """
-    losses = found.lse - (1 - label_smoothing) * found.label
+    losses = found.lse
+    if label_smoothing < 1:  # the logit of a removed column, -inf, times 0 would be NaN
+        losses = losses - (1 - label_smoothing) * found.label
     if label_smoothing and found.sum is not None:
         losses = losses - label_smoothing * found.sum / columns  # not label_smoothing / columns: that is float32
     if z_loss:
@@ -205,6 +207,15 @@ class Coefficients(NamedTuple):
     constant: jax.Array | None = None
     expected: jax.Array | None = None
     mean: jax.Array | None = None
+
+    def scaled(self, factor: float) -> Coefficients:
+        """Return the coefficients that multiply the gradient by `factor`."""
+        if factor == 1:
+            return self
+        constant, expected = (None if x is None else x * factor for x in (self.constant, self.expected))
+        return self._replace(
+            softmax=self.softmax * factor, label=self.label * factor, constant=constant, expected=expected
+        )
 
 
 def coefficients_of_loss(

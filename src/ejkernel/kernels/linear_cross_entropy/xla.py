@@ -109,7 +109,7 @@ class Xla(_Chunked):
         if params.form == "vocabulary":
             made = gradients_by_columns(problem, params.chunk, coefficients, found.lse)
         else:
-            how = params.chunk, _sum_dtype(call, params), lambda part, s, own, lse: (own, lse, None)
+            how = params.chunk, _sum_dtype(call, params), lambda part, values, own, lse: (own, lse, None)
             made, _ = gradients_by_rows(problem, *how, coefficients, found.lse)
         return made["x"], made["weight"], None, *([] if problem.bias is None else [made["bias"]])
 
@@ -141,10 +141,10 @@ class _Complete:
 
     columns: Any
 
-    def __call__(self, part: Problem, s: jax.Array, factors: jax.Array, lse: None) -> Any:
+    def __call__(self, part: Problem, values: jax.Array, factors: jax.Array, lse: None) -> Any:
         """Return the coefficients, the log-sum-exp, and the statistics."""
         call = part.call
-        found = merged_on_all_devices(part.statistics(s).finished(), call.vocab_axis)
+        found = merged_on_all_devices(part.statistics(values).finished(part.factor), call.vocab_axis)
         return coefficients_of_loss(call, found.lse, factors, self.columns), found.lse, found
 
 

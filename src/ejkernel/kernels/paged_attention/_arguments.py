@@ -176,9 +176,9 @@ def _spec(array: Any) -> Any:
 
 
 def check_count(name: str, value: Any) -> None:
-    """Raise an `ArgumentError` unless the value is a positive integer."""
-    if not is_integer(value) or value < 1:
-        raise ArgumentError(f"{name} must be a positive integer, got {given_text(value)}.")
+    """Raise an `ArgumentError` unless the value is a positive integer that fits in 32 bits."""
+    if not is_integer(value) or not 0 < value < 1 << 31:
+        raise ArgumentError(f"{name} must be a positive integer below 2**31, got {given_text(value)}.")
 
 
 def check_new_tokens(k: Any, v: Any, kv_pages: Any) -> None:
