@@ -163,8 +163,8 @@ def paged_attention(
         logits_soft_cap: Squash scaled products into `(-cap, cap)` by `cap * tanh(x / cap)`.
         sliding_window: The number of keys that a query sees before its own position; `None`: all.
         sinks: Attention sinks: for each head an additional logit in the softmax of every row, without a value.
-        k_scale, v_scale: Factors on cached keys and values, one number or one for each KV head. Pass those that
-            `append_to_pages` quantised with.
+        k_scale, v_scale: Factors on cached keys and values, not negative: one number, or one for each KV head. Pass
+            those that `append_to_pages` quantised with.
         value_dim: The values are the first `value_dim` elements of the keys, as in absorbed latent attention (MLA):
             e.g. `value_dim=512` with `head_dim=576` and one KV head. Pass the `softmax_scale` of the model then.
         return_lse: Return the log-sum-exp as well.

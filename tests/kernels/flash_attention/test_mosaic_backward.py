@@ -38,6 +38,7 @@ from ejkernel.kernels.flash_attention.mosaic_gpu.backward_support import (
     unsupported_reason,
 )
 from ejkernel.kernels.flash_attention.mosaic_gpu.params import BackwardParams
+from ejkernel.kernels.flash_attention.mosaic_gpu.ranges import within_range
 from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import (
     Blocks,
     packed,
@@ -199,6 +200,20 @@ def test_float16_scores_may_have_gradients_beyond_its_range(mosaic):
     for wanted, gradient in zip(expected, found, strict=False):
         for of_example in range(2):
             assert error(wanted[of_example], gradient[of_example]) < 5e-3
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_nan_of_one_example_leaves_the_gradients_of_others_in_range(bad):
+    """With a bias, which examples may share, all have one factor."""
+    case = Small(batch=2, queries=8, keys=8, bias=(2, 1, 8, 8))
+    operands = case.operands("float16")
+    dout = jnp.full(operands.query.shape, 1000, jnp.float16)
+    operands = operands._replace(value=operands.value * 600)
+    spoiled = operands._replace(value=operands.value.at[0, 3].set(bad))
+    expected, factor = within_range(operands, None, dout, case.rules, None)
+    assert factor.min() > 1
+    found, _ = within_range(spoiled, None, dout, case.rules, None)
+    np.testing.assert_array_equal(found[1], expected[1])
 
 
 def test_a_tile_behind_the_last_key_has_no_weight_however_small_all_scores_are(mosaic):

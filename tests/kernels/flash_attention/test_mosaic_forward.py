@@ -304,14 +304,17 @@ def test_what_is_behind_the_lengths_is_not_seen_and_sees_nothing(mosaic, given, 
 
 
 @pytest.mark.usefixtures("soon_compiled")
-def test_the_lowest_float_as_a_bias_hides_nothing_from_a_row_that_has_nothing_else(mosaic):
+@pytest.mark.parametrize("sinks", [None, [-jnp.inf, 1.0]], ids=str)
+def test_the_lowest_float_as_a_bias_hides_nothing_from_a_row_that_has_nothing_else(mosaic, sinks):
     """As in plain JAX: masks made of it leave a row that they hide altogether with the average of all values."""
-    case = Small()
+    case = Small(heads=2)
     operands = case.operands("bfloat16")._replace(
-        bias=jnp.zeros((1, 1, 70, 70)).at[:, :, 3].set(jnp.finfo(jnp.float32).min)
+        bias=jnp.zeros((1, 1, 70, 70)).at[:, :, 3].set(jnp.finfo(jnp.float32).min),
+        sinks=None if sinks is None else jnp.asarray(sinks),
     )
     found, expected = simulated(mosaic, case, ONE, operands=operands)
     np.testing.assert_allclose(found[0].astype(jnp.float32), expected[0], atol=2e-2)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("soon_compiled")

@@ -51,7 +51,7 @@ def blocks(rules):
 
     def pull(operands, sides, residuals, cotangents):
         own = dataclasses.replace(rules, left=sides[0], right=sides[1], partial=True)
-        residuals = residuals[0], lse_of_keys(operands, residuals[1])
+        residuals = residuals[0], lse_of_keys(operands, residuals[1], own)
         return kernels.differentiate(operands, residuals, *cotangents, own, params(operands, own, backward=True))[:3]
 
     return {"attend": attend, "pull": pull}
@@ -101,7 +101,7 @@ def test_blocks_of_two_devices_give_output_and_gradients_of_the_whole(monkeypatc
         key_lengths=jnp.array([31, 70], jnp.int32),
         sinks=jnp.array([0.5, -1.0, 2.0, 0.1], jnp.float32),
     )
-    wanted, pull = reference(operands, rules, ("query", "key", "value", "sinks"))
+    wanted, pull, _ = reference(operands, rules, ("query", "key", "value", "sinks"))
     dout = jnp.asarray(np.random.default_rng(1).standard_normal(wanted.shape), jnp.bfloat16)
     expected = (wanted, *pull(dout.astype(jnp.float32)))
     found = on_devices(rules, operands, dout, **order)

@@ -17,6 +17,7 @@ from ejkernel import compat
 from ejkernel.kernels.flash_attention.common import describe
 from ejkernel.kernels.flash_attention.mosaic_gpu.implementation import MosaicGpu
 from ejkernel.kernels.flash_attention.mosaic_gpu.params import ForwardParams
+from ejkernel.kernels.flash_attention.mosaic_gpu.single import LEAST_SCALE
 
 DIGITS = 2e-3  # of the largest element; float16 has a precision of 5e-4
 SMALL = Case(batch=2, queries=64, keys=64, heads=2, groups=1, head_dim=64, value_dim=64, rules=CAUSAL)
@@ -157,11 +158,11 @@ def test_a_bias_of_all_examples_has_a_gradient_of_its_dtype():
     assert jax.eval_shape(programs(case.rules, FUSED)[1], narrow, found[:2], dout)[3].dtype == jnp.bfloat16
 
 
-def supported(*, queries=1024, **fields):
+def supported(*, queries=1024, rules=SMALL.rules, **fields):
     """Return the reason why a call with float32 operands is refused; `None` if it runs."""
     types = dataclasses.replace(SMALL, queries=queries, keys=queries).types()
     options = {"platform": "gpu", "fingerprint": "gpu:nvidia_h200"}
-    return MosaicGpu().unsupported(describe(types, SMALL.rules, **options, **fields))
+    return MosaicGpu().unsupported(describe(types, rules, **options, **fields))
 
 
 @pytest.mark.parametrize("precision", ["highest", "float32", "high", "tensorfloat32"])
@@ -169,6 +170,20 @@ def test_a_higher_default_precision_refuses_to_round(precision):
     reason = supported(default_precision=precision)
     assert (reason is None) == (precision == "tensorfloat32")
     assert reason is None or precision in reason
+
+
+@pytest.mark.slow
+def test_gradients_times_the_least_scale_keep_their_digits():
+    operands, rules = SMALL.operands(), dataclasses.replace(SMALL.rules, scale=LEAST_SCALE)
+    assert_digits(*results(operands, rules, random_cotangent(SMALL)))
+
+
+def test_a_gradient_times_a_smaller_scale_is_refused():
+    """Stored in float16, most of it would be zero."""
+    rules = dataclasses.replace(SMALL.rules, scale=1e-6)
+    assert "softmax_scale is 1e-06" in supported(rules=rules, backward=True)
+    assert supported(rules=rules) is None
+    assert supported(rules=dataclasses.replace(rules, scale=LEAST_SCALE), backward=True) is None
 
 
 @pytest.mark.slow

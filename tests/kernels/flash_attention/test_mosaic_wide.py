@@ -98,6 +98,20 @@ def test_the_gradients_are_those_of_the_reference(case):
 
 
 @pytest.mark.slow
+def test_a_row_with_nothing_but_a_sink_of_the_lowest_float_spoils_no_gradient():
+    """Its log-sum-exp is that float, which any factor would make infinite."""
+    case = dataclasses.replace(SMALL, queries=80, keys=72)  # the first queries stand before all keys
+    operands = case.operands("bfloat16")
+    dout = jnp.ones((*operands.query.shape[:3], case.value_dim), "bfloat16")
+    with_sinks = operands._replace(sinks=jnp.asarray([jnp.finfo(jnp.float32).min, 0.5]))
+    (out, lse), expected = reference_with_gradients(with_sinks, case.rules, dout, NAMES)
+    residuals = (out.astype("bfloat16"), lse)
+    found = simulated(launch.backward, operands, residuals, dout, rules=case.rules, params=UNFUSED)
+    for ours, theirs in zip(found, expected, strict=False):
+        assert error(theirs, ours) < 0.006
+
+
+@pytest.mark.slow
 def test_examples_are_computed_in_parts_that_fit_in_memory(monkeypatch):
     case = dataclasses.replace(SMALL, batch=4)
     operands = case.operands("bfloat16")

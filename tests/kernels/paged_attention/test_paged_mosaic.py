@@ -133,6 +133,42 @@ def test_decode_of_all_lengths_is_right_and_unused_values_never_matter(shape, op
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(
+    ("queries", "shape", "options"),
+    [
+        ([0, 1, 1], {}, {}),
+        ([0, 70, 3], {}, {"logits_soft_cap": 0.5}),
+        ([0, 1, 3], {"head_dim": 192, "kinds": 1, "heads": (4, 1)}, {"value_dim": 128}),
+    ],
+    ids=["decode", "prefill", "latent"],
+)
+def test_sinks_far_from_the_logits_leave_the_log_sum_exp_finite(queries, shape, options):
+    """Relative to the largest logit of the keys, the weight of a sink of 200 is infinite."""
+    sinks = jnp.asarray([1e4, -jnp.inf, -1e4, 200])
+    found, wanted = results(poisoned([0, 90, 200], queries, padding=0, **shape), sinks=sinks, **options)
+    assert np.isfinite(found[1]).all()
+    assert_near(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(
+    ("queries", "shape", "options"),
+    [
+        ([1, 70], {}, {"k_scale": jnp.asarray([0, 0.5])}),
+        ([1, 3], {"head_dim": 192, "kinds": 1, "heads": (4, 1)}, {"k_scale": jnp.zeros(1), "value_dim": 128}),
+    ],
+    ids=["decode and prefill", "latent"],
+)
+def test_a_scale_of_zero_makes_all_logits_zero(queries, shape, options):
+    """The scale of a KV head whose keys are all zeros; hidden keys stay hidden."""
+    (out, lse), (wanted, wanted_lse) = results(poisoned([9, 90], queries, padding=0, **shape), **options)
+    np.testing.assert_allclose(out, wanted, atol=0.01)
+    np.testing.assert_allclose(lse, wanted_lse, atol=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("simulated")
 @pytest.mark.sampled(by=lambda group, head_dim: {head_dim, f"{group % 2}"})
 @pytest.mark.parametrize("group", range(1, 9))
 @pytest.mark.parametrize("head_dim", [96, 256])

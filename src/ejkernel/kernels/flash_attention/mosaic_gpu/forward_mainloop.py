@@ -229,17 +229,20 @@ class ForwardConsumer:
 
     def _with_sink(self, state: _SoftmaxState) -> tuple[Any, Any]:
         """Return the same with an attention sink: one more logit in each row, with a value of zero."""
+        # In the unit of the maxima: a factor would make the lowest float, which a bias may be, infinite.
+        unit = LOG2_E if self.plan.adds else 1.0
+        given, own = self.inputs.sinks[self.part.head], state.row_max
         # The maximum makes a sink of minus infinity finite, so that the differences below are no NaN.
-        sink = jnp.maximum(self.inputs.sinks[self.part.head] * LOG2_E, _LOWEST)
-        own = state.row_max * LOG2_E if self.plan.adds else state.row_max
+        sink = jnp.maximum(given * (LOG2_E / unit), _LOWEST)
         if self._fixed_max is not None:  # the maximum of a row without keys is still that of the soft cap
             own = jnp.where(state.row_sum == 0.0, _LOWEST, own)
         top = jnp.maximum(own, sink)
-        decay = jnp.exp2(own - top)
-        total = state.row_sum * decay + jnp.exp2(sink - top)
-        share = decay / (total * (1 - self.plan.rules.dropout_rate))
-        empty = (state.row_sum == 0.0) & (sink <= _LOWEST)
-        return share, jnp.where(empty, EMPTY_ROW_LSE, (top + jnp.log2(total)) * (1 / LOG2_E))
+        decay, present = jnp.exp2((own - top) * unit), jnp.where(given == -jnp.inf, 0.0, 1.0)
+        total = state.row_sum * decay + jnp.exp2((sink - top) * unit) * present
+        empty = total == 0.0
+        share = jnp.where(empty, 0.0, decay / (total * (1 - self.plan.rules.dropout_rate)))
+        lse = top * (unit / LOG2_E) + jnp.log2(total) * (1 / LOG2_E)
+        return share, jnp.where(empty, EMPTY_ROW_LSE, lse)
 
     # Release of query buffers; a buffer that also stages the output is empty once that has been copied.
 

@@ -30,7 +30,7 @@ from .launch import backward, forward
 from .params import BackwardParams, ForwardParams
 from .parts import what_hides
 from .plan import ROWS, unavailable
-from .single import forward_of_single
+from .single import digits_reason, forward_of_single
 from .slices import backward_in_slices, slice_of, slicing_reason
 
 _LEAST_KEYS = MULTIPROCESSORS * 128  # of all heads together: one block of threads per multiprocessor
@@ -164,7 +164,7 @@ def _precision_reason(call: AttentionCall) -> str | None:
         return (
             f"jax_default_matmul_precision is {call.default_precision!r}, and 'mosaic_gpu' rounds float32; use 'xla'."
         )
-    return slicing_reason(call) if call.backward else None
+    return (digits_reason(call) or slicing_reason(call)) if call.backward else None
 
 
 def _repeats(call: AttentionCall, params: Any) -> bool:

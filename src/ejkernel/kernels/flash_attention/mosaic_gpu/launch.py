@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._numbers import LOG2_E
@@ -390,10 +391,10 @@ def row_shift(lse: jax.Array, problem: BackwardProblem) -> jax.Array:
     Its unit is that of the products of query and key; with a soft cap, of logarithms to the base 2; with a bias, of the
     scores: if the lowest float hides a whole row, its log-sum-exp is that float, which any factor would make infinite.
     """
-    lse = lse - problem.raised / LOG2_E
-    if problem.shift_in_scores:
-        return lse * (-1 / problem.rules.scale)
-    return lse * -LOG2_E if problem.bias is None else -lse
+    # Below the logits of any finite padding: its rows have no other mask.
+    lowest = float(np.finfo(np.float32).min)
+    unit = -1 / problem.rules.scale if problem.shift_in_scores else -LOG2_E if problem.bias is None else -1.0
+    return jnp.where(lse == EMPTY_ROW_LSE, lowest, (lse - problem.raised / LOG2_E) * unit)
 
 
 def _bias_gradient(total: jax.Array | None, operands: Operands) -> jax.Array | None:

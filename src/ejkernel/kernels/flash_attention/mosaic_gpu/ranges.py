@@ -34,7 +34,9 @@ def _factor(operands: Operands, out: jax.Array | None, dout: jax.Array, rules: R
     axes = (1, 2, 3) if operands.bias is None else (0, 1, 2, 3)
 
     def largest_norm(x: jax.Array) -> jax.Array:
-        return jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(axis=3, keepdims=True).max(axis=axes, keepdims=True))
+        squares = jnp.square(x.astype(jnp.float32)).sum(axis=3, keepdims=True)
+        # NaN in one example must not decide the factor of others.
+        return jnp.sqrt(jnp.where(squares < jnp.inf, squares, 0).max(axis=axes, keepdims=True))
 
     left, right = largest_norm(dout), largest_norm(operands.value)
     if out is not None and rules.partial:  # otherwise the output is a mean of these values

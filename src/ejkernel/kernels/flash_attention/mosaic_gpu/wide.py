@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -157,7 +158,9 @@ def _gradients(
     (out, lse), inputs = residuals, _inputs(operands, plan)
     delta = jnp.einsum("bqhe,bqhe->bhq", out, dout, preferred_element_type=jnp.float32)
     more = ((0, 0), (0, 0), (0, plan.row_tiles * _TILE_ROWS - plan.queries))
-    in_base_2 = jnp.where(lse == EMPTY_ROW_LSE, jnp.inf, lse * LOG2_E)
+    # The maximum keeps that of a row with nothing but a sink of the lowest float finite: -inf minus -inf would be NaN.
+    finite = jnp.maximum(lse * LOG2_E, float(np.finfo(np.float32).min))
+    in_base_2 = jnp.where(lse == EMPTY_ROW_LSE, jnp.inf, finite)
     inputs = inputs._replace(
         lse=jnp.pad(in_base_2, more, constant_values=jnp.inf),
         dout=_padded(dout.astype(query.dtype), plan.rows, plan.value_dim),

@@ -40,6 +40,7 @@ from .memory import (
     across,
     cache_row,
     item_of,
+    scale_of_keys,
 )
 from .plan import PIECE, LaunchPlan
 from .shares import Shares, SumInputs, summed, when_begun_here
@@ -273,7 +274,7 @@ class _Kernel:
         scores = backend.with_accumulators(multiply, (BLOCK, plan.rows))
         factor = plan.scale
         if self.inputs.k_scale is not None:
-            factor = factor * self.inputs.k_scale[item.head]
+            factor = factor * scale_of_keys(self.inputs.k_scale, item.head)
         if plan.soft_cap is None:
             return scores, factor * LOG2_E
         return jnp.tanh(scores * (factor * (1 / plan.soft_cap))), plan.soft_cap * LOG2_E

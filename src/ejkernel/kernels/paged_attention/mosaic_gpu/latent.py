@@ -41,7 +41,7 @@ from .latent_memory import (
     load_rows,
 )
 from .latent_plan import REST, ROWS, LatentPlan
-from .memory import Inputs, Item, Work, cache_row
+from .memory import Inputs, Item, Work, cache_row, scale_of_keys
 from .shares import Shares, SumInputs, summed, when_begun_here
 
 _LOWEST = -1e30  # in place of -inf, so that differences of maxima are never NaN
@@ -266,7 +266,7 @@ class _Kernel:
         scores = backend.with_accumulators(multiply, _SCORES)
         factor = plan.scale
         if self.inputs.k_scale is not None:
-            factor = factor * self.inputs.k_scale[0]
+            factor = factor * scale_of_keys(self.inputs.k_scale, 0)
         exponent = factor * LOG2_E
         if plan.soft_cap is not None:
             scores, exponent = jnp.tanh(scores * (factor * (1 / plan.soft_cap))), plan.soft_cap * LOG2_E

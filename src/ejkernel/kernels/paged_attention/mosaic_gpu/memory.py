@@ -22,6 +22,7 @@ from ejkernel.kernels.paged_attention.schedule import BLOCK, Share, Tile
 
 from .plan import PIECE, LaunchPlan
 
+_TINY = 1e-30  # times the largest product it is nothing, and times a scale no denormal number
 LAYOUT = plgpu.Layout.WGMMA
 BY_ROW = LAYOUT.reduce(0)  # one number per column of the products, which are the rows of a tile
 
@@ -131,6 +132,11 @@ def item_of(plan: LaunchPlan, tiles: Any, index: Any) -> Item:
     return Item(index, remainder(index, plan.kv_heads), sequence, token, count, position, first, end)
 
 
+def scale_of_keys(scales: Any, head: Any) -> Any:
+    """Return the factor on the keys of a KV head; a tiny one instead of 0, which times minus infinity would be NaN."""
+    return jnp.where(scales[head] == 0.0, _TINY, scales[head])
+
+
 def normalisation(top: Any, total: Any, sinks: Any) -> tuple[Any, Any]:
     """Return the factor on each row's sum of weighted values, and the log-sum-exp.
 
@@ -140,11 +146,15 @@ def normalisation(top: Any, total: Any, sinks: Any) -> tuple[Any, Any]:
         sinks: The logit of each row's sink, to the base 2, or `None`.
     """
     empty = total == 0.0
-    lse = jnp.where(empty, -jnp.inf, top + jnp.log2(total))
-    if sinks is not None:
-        total = total + jnp.where(empty, 0.0, jnp.exp2(sinks - top))
-        lse = jnp.where(empty, sinks, top + jnp.log2(total))
-    return jnp.where(empty, 0.0, 1 / total), lse * (1 / LOG2_E)
+    if sinks is None:
+        lse = jnp.where(empty, -jnp.inf, top + jnp.log2(total))
+        return jnp.where(empty, 0.0, 1 / total), lse * (1 / LOG2_E)
+    # Relative to the sink where it is higher: its weight would be infinite far above the keys.
+    highest = jnp.maximum(top, sinks)
+    decay = jnp.exp2(top - highest)
+    total = total * decay + jnp.exp2(sinks - highest)
+    lse = jnp.where(empty, sinks, highest + jnp.log2(total))
+    return jnp.where(empty, 0.0, decay / total), lse * (1 / LOG2_E)
 
 
 def cache_row(pages: int, page_size: int, size: int, table: Any, sequence: Any, key: Any) -> Any:

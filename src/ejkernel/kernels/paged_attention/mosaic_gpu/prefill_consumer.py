@@ -18,7 +18,7 @@ from ejkernel.kernels.flash_attention.mosaic_gpu.plan import ROWS
 from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import BlockRange
 from ejkernel.kernels.paged_attention.schedule import PrefillTile
 
-from .memory import normalisation, number
+from .memory import normalisation, number, scale_of_keys
 from .plan import PIECE, PrefillPlan
 
 _LAYOUT = plgpu.Layout.WGMMA
@@ -129,7 +129,7 @@ class PrefillConsumer(ForwardConsumer):
         self.first = part.row + part.tile.item.position - part.tile.origin  # the position of the first row
         self.number = part.tile.item.number
         if self.inputs.k_scale is not None:
-            self.scale = self.scale * self.inputs.k_scale[part.tile.item.kv_head]
+            self.scale = self.scale * scale_of_keys(self.inputs.k_scale, part.tile.item.kv_head)
 
     def _item(self) -> Item:
         """Return the item, read again: its numbers would take registers during the mainloop."""
