@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
+from tests.arrays import on_device
 from tests.kernels.conformance import Backend, Subject, assert_close
 
 from ejkernel import compat
@@ -62,7 +63,7 @@ class Case:
 
         def normal(like, exact=False):
             found = rng.standard_normal(like.shape)
-            return jnp.asarray(np.round(found * 256) / 256 if exact else found, like.dtype)
+            return on_device(np.round(found * 256) / 256 if exact else found, like.dtype)
 
         mask = None
         if self.mask is not None:
@@ -72,7 +73,7 @@ class Case:
         segments = (None, None)
         if self.segments:
             both = (types.query_segments, types.key_segments)
-            segments = [jnp.asarray(np.sort(rng.integers(0, 3, like.shape)), like.dtype) for like in both]
+            segments = [on_device(np.sort(rng.integers(0, 3, like.shape)), like.dtype) for like in both]
         return Operands(
             normal(types.query, exact=self.exact),
             normal(types.key, exact=self.exact),
@@ -80,7 +81,7 @@ class Case:
             None if types.bias is None else normal(types.bias),
             mask,
             *segments,
-            dropout_key=jnp.asarray([7, 9], jnp.uint32) if self.rules.dropout_rate else None,
+            dropout_key=on_device([7, 9], jnp.uint32) if self.rules.dropout_rate else None,
         )
 
     def call(self, dtype="float32"):
@@ -88,6 +89,21 @@ class Case:
         operands = self.operands(dtype)
         segments = None if not self.segments else (operands.query_segments, operands.key_segments)
         return (*operands[:5], segments, None, None, operands.dropout_key), options_of(self.rules)
+
+
+# Compiled in one piece: call by call, the reference takes longer than the check.
+by_reference = jax.jit(attention, static_argnums=1)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 3))
+def reference_with_gradients(operands, rules, dout, names=("query", "key", "value")):
+    """Return output and log-sum-exp, and the gradients of the operands of these names, in float32."""
+
+    def function(*arrays):
+        return attention(operands._replace(**dict(zip(names, arrays, strict=True))), rules)
+
+    found, pull = jax.vjp(function, *[getattr(operands, name).astype(jnp.float32) for name in names])
+    return found, pull((dout.astype(jnp.float32), jnp.zeros_like(found[1])))
 
 
 def options_of(rules):
@@ -221,7 +237,7 @@ def check_log_sum_exp(args, options, residuals, dtype):
     """Compare the log-sum-exp of rows that see a key; of the others it is a fixed number."""
     operands = operands_of(args)
     call = SUBJECT.operation.describe(*args, **options)
-    _, expected = jax.jit(lambda operands: attention(operands, call.rules))(operands)
+    _, expected = by_reference(operands, call.rules)
     seen = np.asarray(expected) < EMPTY_ROW_LSE
     assert residuals.dtype == jnp.float32
     np.testing.assert_array_equal(np.asarray(residuals)[~seen], np.float32(EMPTY_ROW_LSE))

@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tests.arrays import on_device
 from tests.kernels.conformance import Backend, Subject
 
 from ejkernel import compat
@@ -26,7 +27,7 @@ SIZES = {
 
 def random_arrays(dtype, *shapes):
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+    return [on_device(rng.standard_normal(shape), dtype) for shape in shapes]
 
 
 def call_with(sizes, *others, **options):
@@ -37,7 +38,7 @@ def call_with(sizes, *others, **options):
         matrices = (groups, 24, 16) if options.get("transpose_rhs") else (groups, 16, 24)
         lhs, rhs, gate, row_scale = random_arrays(dtype, (40, 16), matrices, matrices, (40,))
         given = {"gate": gate, "row_scale": row_scale.astype(jnp.float32)}
-        return (lhs, rhs, jnp.asarray(sizes, jnp.int32)), options | {name: given[name] for name in others}
+        return (lhs, rhs, on_device(sizes, jnp.int32)), options | {name: given[name] for name in others}
 
     return call
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from tests.arrays import on_device
 from tests.kernels.conformance import Backend, Subject
 from tests.kernels.grouped_matmul_cases import SIZES, random_arrays
 
@@ -16,7 +17,7 @@ def call_with(sizes, **options):
     """Return sums over 40 rows, of 16 and 24 columns."""
 
     def call(dtype):
-        return (*random_arrays(dtype, (40, 16), (40, 24)), jnp.asarray(sizes, jnp.int32)), options
+        return (*random_arrays(dtype, (40, 16), (40, 24)), on_device(sizes, jnp.int32)), options
 
     return call
 

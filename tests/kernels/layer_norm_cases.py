@@ -6,9 +6,9 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
+from tests.arrays import on_device
 from tests.kernels.conformance import Backend, Subject
 
 from ejkernel.kernels._row_norms.pallas import PallasParams
@@ -21,9 +21,9 @@ def rows_of(*shape, vectors=None, residual=False, **options):
     def call(dtype):
         rng = np.random.default_rng(0)
         x, weight, bias = (rng.standard_normal(size) for size in (shape, shape[-1:], shape[-1:]))
-        added = (jnp.asarray(rng.standard_normal(shape), dtype),) if residual else ()
-        weight, bias = (jnp.asarray(1 + v, vectors or dtype) for v in (weight, bias))
-        return (jnp.asarray(3 + x, dtype), weight, bias, *added), options
+        added = (on_device(rng.standard_normal(shape), dtype),) if residual else ()
+        weight, bias = (on_device(1 + v, vectors or dtype) for v in (weight, bias))
+        return (on_device(3 + x, dtype), weight, bias, *added), options
 
     return call
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tests.arrays import on_device
 from tests.kernels.conformance import Backend, Subject
 
 from ejkernel.kernels.linear_cross_entropy.xla import XlaParams
@@ -17,13 +18,13 @@ COLUMNS = XlaParams(form="vocabulary", chunk=10)
 def arrays_of(batch, inner, columns, dtype, *, transposed=False, padded=0):
     """Return hidden states, weight, labels, and a bias that removes the last columns."""
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((*batch, inner)), dtype)
+    x = on_device(rng.standard_normal((*batch, inner)), dtype)
     shape = (columns, inner) if transposed else (inner, columns)
     labels = rng.integers(0, columns - padded, batch)
     labels.flat[1::7] = -100
     bias = rng.standard_normal(columns)
     bias[columns - padded :] = -np.inf
-    return x, jnp.asarray(rng.standard_normal(shape), dtype), jnp.asarray(labels, jnp.int32), jnp.asarray(bias, dtype)
+    return x, on_device(rng.standard_normal(shape), dtype), on_device(labels, jnp.int32), on_device(bias, dtype)
 
 
 def call_of(*sizes, bias=False, padded=0, transpose_weight=False, **options):

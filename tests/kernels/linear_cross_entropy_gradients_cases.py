@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+from tests.arrays import on_device
 from tests.kernels.conformance import Backend, Subject
 from tests.kernels.linear_cross_entropy_cases import COLUMNS, call_of, in_use
 
@@ -17,7 +18,7 @@ def weighted(*sizes, **options):
 
     def call(dtype):
         (x, weight, labels, *bias), given = call_of(*sizes, **options)(dtype)
-        factors = jnp.asarray(np.random.default_rng(1).random(labels.shape), jnp.float32)
+        factors = on_device(np.random.default_rng(1).random(labels.shape), jnp.float32)
         return (x, weight, labels, jnp.where(labels == -100, 0, factors), *bias), given
 
     return call

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.arrays import on_device
 from tests.kernels.conformance import Backend, Subject
 
 from ejkernel import compat
@@ -37,8 +38,8 @@ def batch_of(
         pages = np.round(pages * 40).clip(-127, 127)
     q = rng.standard_normal((tokens or int(queries.sum()), heads[0], head_dim))
     offsets = np.concatenate([[0], np.cumsum(queries)])
-    integers = (jnp.asarray(x, jnp.int32) for x in (table, offsets, keys))
-    return jnp.asarray(q, dtype), jnp.asarray(pages, cache or dtype), *integers
+    integers = (on_device(x, jnp.int32) for x in (table, offsets, keys))
+    return on_device(q, dtype), on_device(pages, cache or dtype), *integers
 
 
 def call_of(lengths, *, scaled=False, sinks=False, planned=False, **options):

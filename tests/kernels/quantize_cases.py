@@ -6,6 +6,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tests.arrays import on_device
 from tests.kernels.conformance import Backend, Subject
 
 from ejkernel.modules import Quantize
@@ -14,8 +15,8 @@ from ejkernel.modules import Quantize
 def call_of(*shape, values="float8_e4m3fn", positive=False, transposed=False, sizes=None):
     def call(dtype):
         x = np.random.default_rng(0).standard_normal(shape)
-        groups = [] if sizes is None else [jnp.asarray(sizes, jnp.int32)]
-        return (jnp.asarray(abs(x) if positive else x, dtype), *groups), {"dtype": values, "transposed": transposed}
+        groups = [] if sizes is None else [on_device(sizes, jnp.int32)]
+        return (on_device(abs(x) if positive else x, dtype), *groups), {"dtype": values, "transposed": transposed}
 
     return call
 

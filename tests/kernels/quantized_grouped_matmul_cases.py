@@ -6,6 +6,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tests.arrays import on_device
 from tests.kernels.conformance import Backend, Subject
 from tests.kernels.quantized_matmul_cases import BLOCKS, E4M3, E5M2, ROWS, quantized
 
@@ -24,7 +25,7 @@ def call_of(lhs, rhs, sizes=UNEVEN, *, inner=256, positive=False, factors=False,
         groups = 2 if "first_group" in options else len(sizes)
         shapes = (24, inner), (groups, 40, inner)
         arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
-        arrays = [jnp.asarray(abs(a) if positive else a, dtype) for a in arrays]
+        arrays = [on_device(abs(a) if positive else a, dtype) for a in arrays]
         # The result of two quantised operands is compared in full.
         out = {"preferred_element_type": "float32"} if lhs and rhs else {}
         given, args, scales = {"transpose_rhs": True, **out, **options}, [], []
@@ -37,8 +38,8 @@ def call_of(lhs, rhs, sizes=UNEVEN, *, inner=256, positive=False, factors=False,
             if made is not None:
                 block = made.block
                 given[f"{name}_block"] = (block[0], block[2], block[1]) if turned else block
-        row_scale = [jnp.asarray(rng.standard_normal(24), jnp.float32)] if factors else []
-        return (*args, jnp.asarray(sizes, jnp.int32), *scales, *row_scale), given
+        row_scale = [on_device(rng.standard_normal(24), jnp.float32)] if factors else []
+        return (*args, on_device(sizes, jnp.int32), *scales, *row_scale), given
 
     return call
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tests.arrays import on_device
 from tests.kernels.conformance import Backend, Subject
 from tests.kernels.quantized_matmul_cases import E4M3, E5M2
 
@@ -21,8 +22,8 @@ def call_of(lhs=E4M3, rhs=E4M3, sizes=(0, 13, 1, 150), *, rows=170, **options):
     """Return sums of 32 rows and 48 columns; `lhs` and `rhs` are the dtypes of the operands."""
 
     def call(dtype):
-        rng, own = np.random.default_rng(0), jnp.asarray(sizes, jnp.int32)
-        arrays = [jnp.asarray(rng.standard_normal((rows, size)), dtype) for size in (32, 48)]
+        rng, own = np.random.default_rng(0), on_device(sizes, jnp.int32)
+        arrays = [on_device(rng.standard_normal((rows, size)), dtype) for size in (32, 48)]
         squares = False, options.get("square", False)
         made = [
             compiled_blocks(x, own, dtype=name, transposed=True, square=square)[2:]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tests.arrays import on_device
 from tests.kernels.conformance import Backend, Subject
 
 from ejkernel.kernels.quantized_matmul.xla import XlaParams
@@ -25,7 +26,7 @@ def call_of(x, w, shape=(24, 256, 40), *, positive=False, lead=(), **options):
         m, k, n = shape
         rng = np.random.default_rng(0)
         arrays = [rng.standard_normal(size).astype(np.float32) for size in ((*lead, m, k), (n, k))]
-        arrays = [jnp.asarray(abs(a) if positive else a, dtype) for a in arrays]
+        arrays = [on_device(abs(a) if positive else a, dtype) for a in arrays]
         # The result of two quantised operands is compared in full.
         out = {"preferred_element_type": "float32"} if x and w else {}
         given = {"transpose_w": True, **out, **options}

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from tests.arrays import on_device
 from tests.kernels.conformance import Backend, Subject
 from tests.kernels.layer_norm_cases import interpret_pallas
 
@@ -19,9 +19,9 @@ def rows_of(*shape, weight_dtype=None, residual=False, **options):
 
     def call(dtype):
         rng = np.random.default_rng(0)
-        x = jnp.asarray(rng.standard_normal(shape), dtype)
-        weight = jnp.asarray(1 + rng.standard_normal(shape[-1]), weight_dtype or dtype)
-        added = (jnp.asarray(rng.standard_normal(shape), dtype),) if residual else ()
+        x = on_device(rng.standard_normal(shape), dtype)
+        weight = on_device(1 + rng.standard_normal(shape[-1]), weight_dtype or dtype)
+        added = (on_device(rng.standard_normal(shape), dtype),) if residual else ()
         return (x, weight, *added), options
 
     return call

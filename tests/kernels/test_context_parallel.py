@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.arrays import on_device
 from tests.kernels.meshes import MODES, bytes_in_collectives, close, compiled, mesh_of, placed
 
 from ejkernel.kernels.flash_attention.operation import FlashAttention, FlashAttentionConfig
@@ -31,7 +32,7 @@ def mesh(devices):
 
 
 def normal(seed, *shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return on_device(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def operands(length=LENGTH, heads=4, groups=2, head_dim=8, value_dim=12, keys=None):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from tests.arrays import on_device
 from tests.kernels.meshes import (
     MODES,
     bytes_in_collectives,
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 
 def random(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return on_device(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def plain_attention(query, key, value):

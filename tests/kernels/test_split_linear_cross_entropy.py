@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from tests.arrays import on_device
 from tests.kernels.meshes import bytes_in_collectives, close, compiled, mesh_of, placed
 
 from ejkernel.kernels.linear_cross_entropy.xla import XlaParams
@@ -26,7 +27,7 @@ def arrays():
     """Return hidden states, weight, weights of tokens, a bias with padded columns, and labels."""
     rng = np.random.default_rng(0)
     x, weight, factors, bias = (
-        jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        on_device(rng.standard_normal(shape), jnp.float32)
         for shape in ((BATCH, LENGTH, INNER), (INNER, COLUMNS), (BATCH, LENGTH), (COLUMNS,))
     )
     labels = rng.integers(0, COLUMNS - 3, (BATCH, LENGTH))

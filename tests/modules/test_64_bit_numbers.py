@@ -6,6 +6,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.arrays import on_device
 
 from ejkernel.modules import (
     flash_attention,
@@ -24,7 +25,7 @@ ALL, MOST = 2**32, np.iinfo(np.int32).max
 
 
 def normal(*shape):
-    return jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
+    return on_device(np.random.default_rng(0).standard_normal(shape), jnp.float32)
 
 
 def attend(**arrays):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.arrays import on_device
 
 from ejkernel.kernels._merging import Merging
 from ejkernel.modules import (
@@ -38,7 +39,7 @@ def mesh_of():
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return on_device(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def placed(array, *spec):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.arrays import on_device
 
 from ejkernel import compat
 from ejkernel.kernels.flash_attention.common import Operands, Rules
@@ -45,9 +46,10 @@ SMALL = FlashAttentionConfig(
 def make_qkv(length=24, heads=4, groups=2, head_dim=8, batch=2, dtype="float32"):
     rng = np.random.default_rng(0)
     shapes = (batch, length, heads, head_dim), *[(batch, length, groups, head_dim)] * 2
-    return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+    return tuple(on_device(rng.standard_normal(shape), dtype) for shape in shapes)
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "left", "right", "soft_cap"))
 def reference(query, key, value, scale=8**-0.5, **rules):
     return attention(Operands(query, key, value), Rules(scale=scale, **rules))[0]
 

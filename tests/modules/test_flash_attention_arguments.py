@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.arrays import on_device
 
 from ejkernel.kernels.flash_attention._xla_blocks import default_blocks
 from ejkernel.kernels.flash_attention.common import Operands, Rules, describe, kept
@@ -29,7 +30,7 @@ SINKS = jnp.linspace(-1, 2, HEADS)
 
 def make(*batch, dtype="float32"):
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal((*batch, LENGTH, heads, 8)), dtype) for heads in (HEADS, 2, 2)]
+    return [on_device(rng.standard_normal((*batch, LENGTH, heads, 8)), dtype) for heads in (HEADS, 2, 2)]
 
 
 def compute(function, *args):

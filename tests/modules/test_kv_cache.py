@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from tests.arrays import on_device
 
 from ejkernel.modules import OutOfPagesError, PagePool, append_to_pages, copy_pages, paged_attention
 from ejkernel.ops.errors import ArgumentError, ArgumentWarning
@@ -23,8 +24,8 @@ PAGE = 4
 def batch(dtype="float32", pages=20, head_dim=8):
     """Return an empty cache and three sequences with 1, 0 and 6 new tokens of 5, 8 and 7."""
     rng = np.random.default_rng(0)
-    k, v = (jnp.asarray(rng.standard_normal((8, 2, head_dim)), jnp.float32) for _ in range(2))
-    table = jnp.asarray(rng.permutation(pages)[:9].reshape(3, 3), jnp.int32)
+    k, v = (on_device(rng.standard_normal((8, 2, head_dim)), jnp.float32) for _ in range(2))
+    table = on_device(rng.permutation(pages)[:9].reshape(3, 3), jnp.int32)
     cache = jnp.zeros((pages, PAGE, 2, 2, head_dim), dtype)
     return cache, k, v, table, jnp.array([0, 1, 1, 7]), jnp.array([5, 8, 7])
 
@@ -77,7 +78,7 @@ def test_attention_to_a_quantised_cache_is_close_to_that_of_the_values(dtype, mo
     _, k, v, table, offsets, lengths = batch()
     k = k.at[3, 1, 2].set(40.0)  # the other head keeps its small steps
     scales = {name: jnp.abs(x).max((0, 2)) / most for name, x in (("k_scale", k), ("v_scale", v))}
-    q = jnp.asarray(np.random.default_rng(1).standard_normal((8, 4, 8)), jnp.float32)
+    q = on_device(np.random.default_rng(1).standard_normal((8, 4, 8)), jnp.float32)
     outs = []
     for kind, given in (("float32", {}), (dtype, scales)):
         cache = append_to_pages(batch(kind)[0], k, v, table, offsets, lengths, **given)

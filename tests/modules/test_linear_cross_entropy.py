@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.arrays import on_device
 
 from ejkernel.kernels.linear_cross_entropy.xla import XlaParams
 from ejkernel.modules import (
@@ -37,11 +38,11 @@ EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.01, "logits_soft_cap": 3.0, "l
 def make(batch=(2, 5), inner=8, columns=37, dtype="float32", scale=1.0):
     """Return hidden states, weight, labels with an ignored one, and weights of tokens."""
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((*batch, inner)) * scale, dtype)
-    weight = jnp.asarray(rng.standard_normal((inner, columns)), dtype)
+    x = on_device(rng.standard_normal((*batch, inner)) * scale, dtype)
+    weight = on_device(rng.standard_normal((inner, columns)), dtype)
     labels = rng.integers(0, columns, batch)
     labels.flat[1:2] = -100
-    return x, weight, jnp.asarray(labels), jnp.asarray(rng.random(batch), jnp.float32)
+    return x, weight, jnp.asarray(labels), on_device(rng.random(batch), jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("reduction", *EVERYTHING))
@@ -207,9 +208,9 @@ def test_large_logits_padded_columns_and_one_token_stay_finite():
 def test_no_counted_token_gives_zero_and_no_token_gives_empty_results():
     x, weight, labels, factors = make()
     both = jax.value_and_grad(linear_cross_entropy, (0, 1))
-    for value in (both(x, weight, jnp.full_like(labels, -100)), both(x[:0], weight, labels[:0])):
+    for value in (jax.jit(both)(x, weight, jnp.full_like(labels, -100)), both(x[:0], weight, labels[:0])):
         assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(value))
-    zero = linear_cross_entropy(x, weight, labels, token_weights=factors * 0)
+    zero = jax.jit(linear_cross_entropy)(x, weight, labels, token_weights=factors * 0)
     assert zero == 0
     assert linear_cross_entropy(x[:0], weight, labels[:0], reduction="none").shape == (0, 5)
     gradient = jax.grad(lambda x: linear_cross_entropy(x, weight, labels[:0], reduction="none").sum())(x[:0])
@@ -277,11 +278,15 @@ def test_float64_with_a_bias_is_exact(reduction):
         labels, bias = labels.astype(jnp.int32), jnp.linspace(-1.0, 1.0, 37)
         options = {"reduction": reduction, "label_smoothing": 0.1}
         actual = linear_cross_entropy(x, weight, labels, token_weights=factors, bias=bias, **options)
-        s = x @ weight + bias
-        losses = jax.nn.logsumexp(s, axis=-1) - 0.9 * jnp.take_along_axis(s, labels[..., None], -1)[..., 0]
-        losses = jnp.where(labels == -100, 0, factors * (losses - 0.1 * s.mean(-1)))
-        expected = losses if reduction == "none" else losses.sum() / jnp.where(labels == -100, 0, factors).sum()
-        close(expected, actual, 1e-13)
+
+        @jax.jit
+        def formula(x, weight, labels, factors, bias):
+            s = x @ weight + bias
+            losses = jax.nn.logsumexp(s, axis=-1) - 0.9 * jnp.take_along_axis(s, labels[..., None], -1)[..., 0]
+            losses = jnp.where(labels == -100, 0, factors * (losses - 0.1 * s.mean(-1)))
+            return losses if reduction == "none" else losses.sum() / jnp.where(labels == -100, 0, factors).sum()
+
+        close(formula(x, weight, labels, factors, bias), actual, 1e-13)
 
 
 def test_narrow_labels_and_boolean_weights_are_taken():
@@ -490,7 +495,7 @@ def test_a_memory_limit_below_every_configuration_is_a_warning_with_the_bytes_ne
 
 def test_tangents_of_the_log_sum_exp_are_finite_though_xla_computes_logits_twice():
     rng = np.random.default_rng(0)
-    x, weight, bias = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((64, 1), (1, 7), (7,)))
+    x, weight, bias = (on_device(rng.standard_normal(shape), jnp.float32) for shape in ((64, 1), (1, 7), (7,)))
 
     def lse(x):
         return linear_cross_entropy(x, weight, jnp.zeros(64, jnp.int32), bias=bias, logits_scale=0.5, return_lse=True)[

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from tests.arrays import on_device
 from tests.kernels.meshes import bytes_in_collectives, compiled, mesh_of
 from tests.kernels.paged_attention_cases import DECODE, MIXED, PAGE, batch_of, plan_of
 
@@ -245,7 +246,7 @@ FORMS = {
 def test_the_call_of_other_libraries_writes_and_attends(form):
     q, pages, table, offsets, lengths = batch_of(MIXED, head_dim=16)
     rng = np.random.default_rng(1)
-    new = [jnp.asarray(rng.standard_normal((len(q), 2, 12)), jnp.float32) for _ in range(2)]
+    new = [on_device(rng.standard_normal((len(q), 2, 12)), jnp.float32) for _ in range(2)]
     wide = [jnp.pad(x, ((0, 0), (0, 0), (0, 4))) for x in new]  # its cache may have padded heads
     count = 4
     offsets, lengths = offsets.at[count + 1 :].set(-1), lengths.at[count:].set(99)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from tests.arrays import on_device
 
 from ejkernel.modules import (
     DelayedScaling,
@@ -26,7 +27,7 @@ E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return on_device(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def relative(actual, expected):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.arrays import on_device
 
 from ejkernel.modules import QuantizedGroupedMatmul, grouped_matmul, quantize
 from ejkernel.ops import ArgumentError, Invocation, UnsupportedError
@@ -20,7 +21,7 @@ WIDE = jnp.ones((16, 256)), jnp.ones((4, 128, 256))
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return on_device(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def operands(kind):

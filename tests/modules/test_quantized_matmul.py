@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.arrays import on_device
 
 from ejkernel.modules import Quantized, QuantizedMatmul, quantize, quantized_matmul
 from ejkernel.ops import ArgumentError, CallError, UnsupportedError
@@ -24,7 +25,7 @@ ROUNDING = {E4M3: (2.0**-4, 2.0**-10), E5M2: (2.0**-3, 2.0**-17), "int8": (0.0, 
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return on_device(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def plain(x, w):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.arrays import on_device
 
 from ejkernel.modules import (
     Quantized,
@@ -28,7 +29,7 @@ KINDS = [AxisType.Auto, AxisType.Explicit]
 
 
 def normal(*shape, seed=0, dtype=jnp.bfloat16):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return on_device(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def mesh_of(kind):

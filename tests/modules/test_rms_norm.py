@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
+from tests.arrays import on_device
 
 from ejkernel.kernels.rms_norm import xla
 from ejkernel.kernels.rms_norm.operation import normalize
@@ -29,8 +30,8 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 
 def make(shape=(3, 6, 16), dtype="float32", weight_dtype="float32"):
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal(shape), dtype)
-    return x, jnp.asarray(1 + rng.standard_normal(shape[-1]), weight_dtype)
+    x = on_device(rng.standard_normal(shape), dtype)
+    return x, on_device(1 + rng.standard_normal(shape[-1]), weight_dtype)
 
 
 def assert_close(expected, actual, dtype="float32"):
@@ -46,7 +47,7 @@ def assert_close(expected, actual, dtype="float32"):
 def test_output_and_gradients_match_reference(cfg, dtype, weight_dtype):
     x, weight = make(dtype=dtype, weight_dtype=weight_dtype)
     out, pull = jax.vjp(lambda x, w: rms_norm(x, w, cfg=cfg), x, weight)
-    expected, expected_pull = jax.vjp(lambda x, w: normalize(x, w, 1e-6), x, weight)
+    expected, expected_pull = jax.vjp(jax.jit(lambda x, w: normalize(x, w, 1e-6)), x, weight)
     assert (x.dtype, x.shape) == (out.dtype, out.shape)
     assert_close(expected, out, dtype)
     dout = jnp.cos(out)
@@ -96,7 +97,7 @@ def test_vmap_checkpoint_and_scan_agree_with_the_formula(cfg):
 
         return lambda x: jnp.sin(jax.lax.scan(step, x, None, length=2)[0]).sum()
 
-    expected = jax.value_and_grad(loss(lambda x, w: normalize(x, w, 1e-6)))(x)
+    expected = jax.jit(jax.value_and_grad(loss(lambda x, w: normalize(x, w, 1e-6))))(x)
     assert_close(expected, jax.value_and_grad(loss(lambda x, w: rms_norm(x, w, cfg=cfg)))(x))
 
 
@@ -106,7 +107,7 @@ def test_a_replicated_weights_gradient_is_summed_under_shard_map(cfg):
     x, weight = make((32, 8))
     specs = {"in_specs": (P("data"), P()), "out_specs": P("data")}
     mapped = jax.shard_map(lambda x, w: rms_norm(x, w, cfg=cfg), mesh=mesh, **specs)
-    expected = jax.grad(lambda x, w: jnp.sin(normalize(x, w, 1e-6)).sum(), (0, 1))(x, weight)
+    expected = jax.jit(jax.grad(lambda x, w: jnp.sin(normalize(x, w, 1e-6)).sum(), (0, 1)))(x, weight)
     assert_close(expected, jax.jit(jax.grad(lambda x, w: jnp.sin(mapped(x, w)).sum(), (0, 1)))(x, weight))
 
 
@@ -230,8 +231,8 @@ def test_only_the_forward_has_a_cost():
 @pytest.mark.parametrize("cfg", [ONE_PASS, BLOCKS], ids=["one pass", "blocks"])
 def test_without_a_weight_rows_have_a_mean_square_of_one(cfg):
     x, _ = make()
-    assert_close(normalize(x, None, 1e-6), rms_norm(x, cfg=cfg))
-    expected = jax.grad(lambda x: jnp.sin(normalize(x, None, 1e-6)).sum())(x)
+    assert_close(jax.jit(lambda x: normalize(x, None, 1e-6))(x), rms_norm(x, cfg=cfg))
+    expected = jax.jit(jax.grad(lambda x: jnp.sin(normalize(x, None, 1e-6)).sum()))(x)
     assert_close(expected, jax.grad(lambda x: jnp.sin(rms_norm(x, cfg=cfg)).sum())(x))
 
 
@@ -242,7 +243,7 @@ def test_an_offset_is_added_to_the_weight(cfg):
     def total(norm):
         return lambda x, w: jnp.sin(norm(x, w)).sum()
 
-    expected = jax.value_and_grad(total(lambda x, w: normalize(x, w + 1, 1e-6)), (0, 1))(x, weight)
+    expected = jax.jit(jax.value_and_grad(total(lambda x, w: normalize(x, w + 1, 1e-6)), (0, 1)))(x, weight)
     ours = total(lambda x, w: rms_norm(x, w, weight_offset=1, cfg=cfg))
     assert_close(expected, jax.value_and_grad(ours, (0, 1))(x, weight))
     assert_close(KERNEL.reference(x, weight, eps=1e-6, weight_offset=1.0), rms_norm(x, weight, weight_offset=1))

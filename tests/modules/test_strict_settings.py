@@ -11,6 +11,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.arrays import on_device
 
 from ejkernel.kernels.grouped_matmul import xla as grouped_matmul_xla
 from ejkernel.kernels.rms_norm.xla import XlaParams
@@ -54,7 +55,7 @@ ROWS = RmsNormConfig(fwd=XlaParams(block_rows=4), bwd=XlaParams(block_rows=4))
 
 
 def normal(*shape, dtype="float32"):
-    return jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+    return on_device(np.random.default_rng(0).standard_normal(shape), dtype)
 
 
 def attention(dtype):

@@ -294,8 +294,9 @@ def resized(arrays: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
 
 
 def _copied(array: Any) -> jax.Array:
-    # Unlike `jnp.array`, a copy on the host compiles no program for a new shape.
-    return jax.device_put(array.copy()) if isinstance(array, np.ndarray) else jnp.array(array)
+    # Unlike `jnp.array`, this compiles no program for a new shape.
+    copy: jax.Array = jax.device_put(array, may_alias=False)
+    return copy
 
 
 def _widened(arrays: Arrays) -> list[Any]:

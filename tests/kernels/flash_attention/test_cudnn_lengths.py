@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.arrays import on_device
 from tests.kernels.attention_cases import fake_cudnn_backward, fake_cudnn_forward
 
 from ejkernel import compat
@@ -38,7 +39,7 @@ LENGTH = 24
 def make(batch=3, dtype="bfloat16", **arrays):
     rng = np.random.default_rng(0)
     shapes = [(batch, LENGTH, heads, 8) for heads in (4, 2, 2)]
-    return Operands(*(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes), **arrays)
+    return Operands(*(on_device(rng.standard_normal(shape), dtype) for shape in shapes), **arrays)
 
 
 def segmented(ids, key_ids=None):

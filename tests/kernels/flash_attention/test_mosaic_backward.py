@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels.attention_cases import Case
+from tests.arrays import on_device
+from tests.kernels.attention_cases import Case, reference_with_gradients
 from tests.kernels.lowered import assert_in_place_calls_are_apart
 
 from ejkernel import compat
@@ -45,7 +46,6 @@ from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import (
     ranges_of_keys,
     ranges_of_queries,
 )
-from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.ops import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -75,20 +75,9 @@ def operands_and_residuals(case, dtype="bfloat16"):
     operands = case.operands(dtype)
     names = NAMES if operands.bias is None else (*NAMES, "bias")
 
-    dout = jnp.asarray(np.random.default_rng(1).standard_normal((*operands.query.shape[:3], case.value_dim)), dtype)
+    dout = on_device(np.random.default_rng(1).standard_normal((*operands.query.shape[:3], case.value_dim)), dtype)
     (out, lse), expected = reference_with_gradients(operands, case.rules, dout, names)
     return operands, (out.astype(dtype), lse), dout, expected
-
-
-@functools.partial(jax.jit, static_argnums=(1, 3))
-def reference_with_gradients(operands, rules, dout, names=NAMES):
-    """Return output and log-sum-exp, and the gradients of the operands of these names, in float32."""
-
-    def function(*arrays):
-        return attention(operands._replace(**dict(zip(names, arrays, strict=True))), rules)
-
-    found, pull = jax.vjp(function, *[getattr(operands, name).astype(jnp.float32) for name in names])
-    return found, pull((dout.astype(jnp.float32), jnp.zeros_like(found[1])))
 
 
 def simulated(mosaic, case, params, dtype="bfloat16"):
@@ -676,6 +665,9 @@ def test_only_sums_in_one_order_repeat_bit_by_bit():
     assert is_deterministic(dataclasses.replace(biased, bias=(2, 4, 256, 256)), SPLIT)
 
 
+packed_once = jax.jit(packed, static_argnums=(1, 2))
+
+
 @settings(max_examples=40)
 @given(st.data())
 def test_ranges_hold_every_visible_pair_and_no_hidden_one_without_a_mask(data):
@@ -694,7 +686,7 @@ def test_ranges_hold_every_visible_pair_and_no_hidden_one_without_a_mask(data):
     counts, mask, words = (-(-queries // blocks.queries), -(-keys // blocks.keys)), None, None
     if masked:
         mask = np.random.default_rng(data.draw(st.integers(0, 99))).random((1, 2, queries, keys)) < 0.02
-        words = np.asarray(packed(mask, (counts[0] * blocks.queries + 64, counts[1] * blocks.keys + 8), 2))
+        words = np.asarray(packed_once(mask, (counts[0] * blocks.queries + 64, counts[1] * blocks.keys + 8), 2))
     shapes = ((1, queries, 1, 1), (1, keys, 1, 1), (1, keys, 1, 1))
     operands = Operands(*(np.zeros(shape) for shape in shapes), query_segments=ids[0], key_segments=ids[1])
     whole = np.zeros((counts[0] * blocks.queries, counts[1] * blocks.keys), bool)
@@ -729,15 +721,19 @@ def test_lengths_cut_the_ranges_as_a_search_in_all_tiles_does(rules, sizes):
         {"key_lengths": keys},
         {"query_lengths": queries, "key_lengths": keys},
     ):
-        limited, blocks = operands._replace(**some_lengths), Blocks(16, 32)
-        some, every = visibility._seen_by_heads(limited, rules, blocks, None)
-        by_keys, by_queries = ([x.swapaxes(1, 2) for x in (some, every)], (some, every))
-        for found, pairs, after in (
-            (ranges_of_queries(limited, rules, blocks), by_keys, False),
-            (ranges_of_keys(limited, rules, blocks), by_queries, True),
-        ):
-            searched = np.stack(visibility._ranges(*pairs, masked_after=after), axis=-1)
-            np.testing.assert_array_equal(*np.broadcast_arrays(found, searched))
+
+        @jax.jit
+        def both(lengths):
+            limited, blocks = operands._replace(**lengths), Blocks(16, 32)
+            some, every = visibility._seen_by_heads(limited, rules, blocks, None)
+            by_keys, by_queries = ([x.swapaxes(1, 2) for x in (some, every)], (some, every))
+            searched = [
+                visibility._ranges(*x, masked_after=after) for x, after in ((by_keys, False), (by_queries, True))
+            ]
+            return [of(limited, rules, blocks) for of in (ranges_of_queries, ranges_of_keys)], searched
+
+        for found, searched in zip(*both(some_lengths), strict=True):
+            np.testing.assert_array_equal(*np.broadcast_arrays(found, np.stack(searched, axis=-1)))
 
 
 def test_empty_rows_have_the_log_sum_exp_that_gives_zero_weights():

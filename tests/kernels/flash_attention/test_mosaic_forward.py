@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels.attention_cases import Case
+from tests.kernels.attention_cases import Case, by_reference
 
 from ejkernel import compat
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Operands, Rules, describe, within_window
@@ -27,7 +27,6 @@ from ejkernel.kernels.flash_attention.mosaic_gpu.forward_support import (
 )
 from ejkernel.kernels.flash_attention.mosaic_gpu.params import ForwardParams
 from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import block_table, window_blocks, window_origin
-from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.ops import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -42,7 +41,6 @@ SHARED = dataclasses.replace(TWO_TILES, warpgroups=2, share_buffer=True, kv_bloc
 HOLDING = dataclasses.replace(TWO_TILES, kv_block=64, share_buffer=True)  # at head_dim 128 or more
 PACKED = ForwardParams(kv_block=32, pack_heads=True, share_buffer=True)
 Small = functools.partial(Case, batch=1, queries=70, keys=70, heads=1, groups=1)
-by_reference = jax.jit(attention, static_argnums=1)
 
 
 @pytest.fixture

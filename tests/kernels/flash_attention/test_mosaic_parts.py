@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from benchmarks.attention_cases import case_named
-from tests.kernels.attention_cases import Case, call_of
+from tests.kernels.attention_cases import Case, by_reference, call_of, reference_with_gradients
 
 from ejkernel.kernels.flash_attention.common import Rules, describe
 from ejkernel.kernels.flash_attention.mosaic_gpu import backward_support, forward_support, implementation
@@ -21,7 +21,6 @@ from ejkernel.kernels.flash_attention.mosaic_gpu.parts import (
     backward_in_query_parts,
     forward_in_parts,
 )
-from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.kernels.flash_attention.xla import Xla
 from ejkernel.ops import BwdParams, ConfigError
 
@@ -39,10 +38,7 @@ def strict():
 
 
 def gradients_of(operands, rules, dout):
-    def function(*arrays):
-        return attention(operands._replace(**dict(zip(("query", "key", "value"), arrays, strict=True))), rules)[0]
-
-    return (*jax.vjp(function, *operands[:3])[1](dout), None)
+    return (*reference_with_gradients(operands, rules, dout)[1], None)
 
 
 def assert_alike(found, expected):
@@ -58,10 +54,10 @@ def test_parts_of_keys_give_the_output_of_all(parts, used):
 
     def attend(operands):
         batches.append(operands.key.shape[0])
-        return attention(operands, RULES)
+        return by_reference(operands, RULES)
 
     operands = CROSS.operands()._replace(key_lengths=LENGTHS)
-    assert_alike(forward_in_parts(operands, parts, attend), attention(operands, RULES))
+    assert_alike(forward_in_parts(operands, parts, attend), by_reference(operands, RULES))
     assert batches == [2 * used]
 
 
@@ -74,8 +70,8 @@ def test_a_causal_mask_hides_nothing_from_a_single_query(keys):
     call = describe(case.types("bfloat16"), rules, platform="gpu")
     assert implementation.MosaicGpu().params_fault(call, ForwardParams(key_parts=4)) is None
     operands = case.operands()._replace(key_lengths=LENGTHS)
-    found = forward_in_parts(operands, 4, lambda own: attention(own, rules))
-    assert_alike(found, attention(operands, rules))
+    found = forward_in_parts(operands, 4, lambda own: by_reference(own, rules))
+    assert_alike(found, by_reference(operands, rules))
 
 
 @pytest.mark.slow
@@ -85,11 +81,11 @@ def test_parts_of_queries_give_the_gradients_of_all(parts, used):
 
     def pull(operands, residuals, dout):
         batches.append(operands.query.shape[0])
-        assert_alike(residuals, attention(operands, RULES))
+        assert_alike(residuals, by_reference(operands, RULES))
         return gradients_of(operands, RULES, dout)
 
     operands = CROSS.operands()._replace(key_lengths=LENGTHS)
-    residuals = attention(operands, RULES)
+    residuals = by_reference(operands, RULES)
     dout = jnp.cos(residuals[0])
     found = backward_in_query_parts(operands, residuals, dout, parts, pull)
     assert_alike(found, gradients_of(operands, RULES, dout))
@@ -100,7 +96,7 @@ def test_parts_of_queries_give_the_gradients_of_all(parts, used):
 def test_parts_of_keys_give_the_gradients_of_all():
     """A part of the keys has the output and the log-sum-exp of all."""
     operands = CROSS.operands()._replace(key_lengths=LENGTHS)
-    residuals = attention(operands, RULES)
+    residuals = by_reference(operands, RULES)
     dout = jnp.cos(residuals[0])
 
     def pull(operands, residuals, dout):
@@ -122,19 +118,19 @@ def test_heads_as_queries_give_the_results_of_all_heads(queries, rules, sinks, m
 
     def forward(operands, rules, params):
         seen.append((operands.query.shape, rules.right, operands.sinks))
-        return attention(operands, rules)
+        return by_reference(operands, rules)
 
     def backward(operands, residuals, dout, rules, params):
-        assert_alike(residuals, attention(operands, rules))
+        assert_alike(residuals, by_reference(operands, rules))
         return gradients_of(operands, rules, dout)
 
     monkeypatch.setattr(implementation, "forward_of_single", forward)
     monkeypatch.setattr(implementation, "backward_in_slices", backward)
     kernel = implementation.MosaicGpu()
-    assert_alike(kernel.attend(operands, rules, ForwardParams()), attention(operands, rules))
+    assert_alike(kernel.attend(operands, rules, ForwardParams()), by_reference(operands, rules))
     assert seen == [((2, 2 * queries, 2, 16), None, None)]
     own = operands._replace(sinks=None)
-    residuals = attention(own, rules)
+    residuals = by_reference(own, rules)
     dout = jnp.cos(residuals[0])
     found = kernel.differentiate(own, residuals, dout, rules, BackwardParams())
     assert_alike(found, gradients_of(own, rules, dout))

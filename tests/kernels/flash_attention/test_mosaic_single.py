@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.kernels.attention_cases import CAUSAL, Case
-from tests.kernels.flash_attention.test_mosaic_backward import FUSED, SPLIT, reference_with_gradients
+from tests.arrays import on_device
+from tests.kernels.attention_cases import CAUSAL, Case, reference_with_gradients
+from tests.kernels.flash_attention.test_mosaic_backward import FUSED, SPLIT
 
 from ejkernel import compat
 from ejkernel.kernels.flash_attention.common import describe
@@ -63,7 +64,7 @@ def assert_digits(found, expected):
 
 def random_cotangent(case):
     shape = (case.batch, case.queries, case.heads, case.value_dim)
-    return jnp.asarray(np.random.default_rng(1).standard_normal(shape), jnp.float32)
+    return on_device(np.random.default_rng(1).standard_normal(shape), jnp.float32)
 
 
 @pytest.mark.slow

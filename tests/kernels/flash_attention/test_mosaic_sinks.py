@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.kernels.attention_cases import CAUSAL, Case
-from tests.kernels.flash_attention.test_mosaic_backward import FUSED, SPLIT, reference_with_gradients
+from tests.kernels.attention_cases import CAUSAL, Case, reference_with_gradients
+from tests.kernels.flash_attention.test_mosaic_backward import FUSED, SPLIT
 from tests.kernels.flash_attention.test_mosaic_random import Simulated
 
 from ejkernel import compat

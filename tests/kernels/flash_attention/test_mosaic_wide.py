@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.kernels.attention_cases import CAUSAL, Case
-from tests.kernels.flash_attention.test_mosaic_backward import NAMES, error, reference_with_gradients
+from tests.arrays import on_device
+from tests.kernels.attention_cases import CAUSAL, Case, by_reference, reference_with_gradients
+from tests.kernels.flash_attention.test_mosaic_backward import error
 
 from ejkernel import compat
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, AttentionCall, Rules, describe
 from ejkernel.kernels.flash_attention.mosaic_gpu import launch, wide_support
 from ejkernel.kernels.flash_attention.mosaic_gpu.implementation import MosaicGpu
 from ejkernel.kernels.flash_attention.mosaic_gpu.params import BackwardParams, ForwardParams
-from ejkernel.kernels.flash_attention.reference import attention
 
 SMALL = Case(batch=1, queries=72, keys=80, heads=2, groups=1, head_dim=264, value_dim=320, rules=CAUSAL)
 UNFUSED = BackwardParams(form="unfused", kv_block=128, q_stages=3)
@@ -55,7 +55,7 @@ def call_of(case, **options):
 )
 def test_the_forward_is_that_of_the_reference(case, params):
     operands = case.operands("bfloat16")
-    expected, expected_lse = attention(operands, case.rules)
+    expected, expected_lse = by_reference(operands, case.rules)
     params = params or wide_support.heuristic(call_of(case))
     out, lse = simulated(launch.forward, operands, rules=case.rules, params=params)
     assert out.dtype == jnp.bfloat16
@@ -72,7 +72,7 @@ def test_lengths_of_keys_hide_the_rest():
     assert (lse[0] == EMPTY_ROW_LSE).all()
     shorter = operands._replace(key=operands.key[1:2, :33], value=operands.value[1:2, :33], key_lengths=None)
     cut = shorter._replace(query=operands.query[1:2])
-    assert error(attention(cut, case.rules)[0], out[1:2]) < 0.001
+    assert error(by_reference(cut, case.rules)[0], out[1:2]) < 0.001
 
 
 @pytest.mark.slow
@@ -87,8 +87,8 @@ def test_lengths_of_keys_hide_the_rest():
 def test_the_gradients_are_those_of_the_reference(case):
     operands = case.operands("bfloat16")
     shape = (*operands.query.shape[:3], case.value_dim)
-    dout = jnp.asarray(np.random.default_rng(1).standard_normal(shape), "bfloat16")
-    (out, lse), expected = reference_with_gradients(operands, case.rules, dout, NAMES)
+    dout = on_device(np.random.default_rng(1).standard_normal(shape), "bfloat16")
+    (out, lse), expected = reference_with_gradients(operands, case.rules, dout)
     residuals = (out.astype("bfloat16"), lse)
     found = simulated(launch.backward, operands, residuals, dout, rules=case.rules, params=UNFUSED)
     assert found[3] is None
@@ -104,7 +104,7 @@ def test_a_row_with_nothing_but_a_sink_of_the_lowest_float_spoils_no_gradient():
     operands = case.operands("bfloat16")
     dout = jnp.ones((*operands.query.shape[:3], case.value_dim), "bfloat16")
     with_sinks = operands._replace(sinks=jnp.asarray([jnp.finfo(jnp.float32).min, 0.5]))
-    (out, lse), expected = reference_with_gradients(with_sinks, case.rules, dout, NAMES)
+    (out, lse), expected = reference_with_gradients(with_sinks, case.rules, dout)
     residuals = (out.astype("bfloat16"), lse)
     found = simulated(launch.backward, operands, residuals, dout, rules=case.rules, params=UNFUSED)
     for ours, theirs in zip(found, expected, strict=False):

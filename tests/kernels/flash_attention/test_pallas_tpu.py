@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from tests.arrays import on_device
 
 from ejkernel.kernels._vector_memory import Need, like, memory_of, memory_to_pass, untuned_of
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, AttentionCall, Operands, Rules
@@ -83,7 +84,7 @@ def operands_of(case):
     rng = np.random.default_rng(0)
 
     def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        return on_device(rng.standard_normal(shape), jnp.float32)
 
     ids, lengths = (None, None), (None, None)
     if case.segments:

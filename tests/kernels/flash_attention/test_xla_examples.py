@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.kernels.attention_cases import Case
+from tests.kernels.attention_cases import Case, by_reference, reference_with_gradients
 
 from ejkernel.kernels.flash_attention import _xla_blocks
 from ejkernel.kernels.flash_attention.common import Rules, describe
-from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.kernels.flash_attention.xla import Xla
 from ejkernel.ops import BwdParams, FwdParams
 
@@ -29,9 +28,12 @@ def gpu(monkeypatch):
 
 
 def both_directions(operands):
-    out, lse = XLA.attend(operands, CASE.rules, FORWARD)
-    gradients = XLA.differentiate(operands, (out, lse), jnp.cos(out), CASE.rules, BACKWARD, dlse=jnp.sin(lse))
-    return jax.tree.leaves((out, lse, gradients))
+    @jax.jit
+    def run(operands):
+        out, lse = XLA.attend(operands, CASE.rules, FORWARD)
+        return out, lse, XLA.differentiate(operands, (out, lse), jnp.cos(out), CASE.rules, BACKWARD, dlse=jnp.sin(lse))
+
+    return jax.tree.leaves(run(operands))
 
 
 @pytest.mark.slow
@@ -52,8 +54,8 @@ def test_a_bias_is_part_of_a_single_block():
     case = dataclasses.replace(CASE, batch=1, bias=bias.shape)
     operands = case.operands()
     operands = operands._replace(bias=operands.bias + bias)
-    found = XLA.attend(operands, case.rules, FORWARD, keeps_lse=False)
-    expected = attention(operands, case.rules)
+    found = jax.jit(lambda operands: XLA.attend(operands, case.rules, FORWARD, keeps_lse=False))(operands)
+    expected = by_reference(operands, case.rules)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
@@ -64,8 +66,9 @@ def test_a_single_visible_block_is_not_the_only_one():
     """The first blocks of queries see no key."""
     case = Case(batch=1, queries=24, keys=4, rules=Rules(scale=0.3, left=0, right=0))
     operands = case.operands()
-    found = XLA.attend(operands, case.rules, FwdParams(q_blocksize=4, kv_blocksize=4))
-    for one, other in zip(found, attention(operands, case.rules), strict=True):
+    params = FwdParams(q_blocksize=4, kv_blocksize=4)
+    found = jax.jit(lambda operands: XLA.attend(operands, case.rules, params))(operands)
+    for one, other in zip(found, by_reference(operands, case.rules), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
@@ -83,16 +86,16 @@ def test_a_small_gradient_takes_no_log_sum_exp(case, dtype, monkeypatch):
     operands = case.operands(dtype)._replace(
         key_lengths=jnp.asarray([24, 3, 0, 20, 11, 24]), query_lengths=jnp.asarray([24, 24, 24, 5, 24, 0])
     )
-    out, lse = XLA.attend(operands, case.rules, FORWARD)
-    dout = jnp.cos(out)
-    found = XLA.differentiate(operands, (jnp.nan * out, jnp.nan * lse), dout, case.rules, BACKWARD)
 
-    def scalar(query, key, value, bias):
-        own = operands._replace(query=query, key=key, value=value, bias=bias)
-        return (attention(own, case.rules)[0] * dout.astype(jnp.float32)).sum()
+    @jax.jit
+    def run(operands):
+        out, lse = XLA.attend(operands, case.rules, FORWARD)
+        dout = jnp.cos(out)
+        return dout, XLA.differentiate(operands, (jnp.nan * out, jnp.nan * lse), dout, case.rules, BACKWARD)
 
-    inputs = (operands.query, operands.key, operands.value, operands.bias)
-    expected = jax.grad(scalar, [i for i, x in enumerate(inputs) if x is not None])(*inputs)
+    dout, found = run(operands)
+    names = ("query", "key", "value", *(() if operands.bias is None else ("bias",)))
+    _, expected = reference_with_gradients(operands, case.rules, dout, names)
     tolerance = 4e-3 if dtype == "float16" else 1e-5
     for one, other in zip([x for x in found if x is not None], expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)

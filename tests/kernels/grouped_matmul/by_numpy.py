@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+from tests.arrays import on_device
 
 ROWS = 300
 HOSTILE = {
@@ -62,7 +63,7 @@ def weights_gradient(lhs, rhs, sizes):
 
 
 def normal(*shape, dtype="bfloat16", seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return on_device(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def with_nan_behind(x, sizes):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from tests.arrays import on_device
 from tests.kernels.lowered import assert_in_place_calls_are_apart
 from tests.kernels.paged_attention_cases import plan_of, simulate_hopper
 
@@ -65,7 +66,7 @@ def poisoned(
         pages = np.nan_to_num(np.round(40 * pages), nan=127).clip(-127, 127)
     q = rng.standard_normal((sum(queries) + padding, heads[0], head_dim))
     integers = table, np.concatenate([[0], np.cumsum(queries)]), lengths
-    return jnp.asarray(q, "bfloat16"), jnp.asarray(pages, cache), *(jnp.asarray(x, jnp.int32) for x in integers)
+    return on_device(q, "bfloat16"), on_device(pages, cache), *(on_device(x, jnp.int32) for x in integers)
 
 
 @functools.cache
@@ -74,15 +75,37 @@ def program_of(call, params, interpret):
     return jax.jit(lambda *args: MosaicGpu().forward(call, *args, params=params))
 
 
-def results(args, params=SMALL, **options):
-    """Return the results of the kernels and of the reference, in float32."""
+@functools.cache
+def reference_of(call):
+    """Return the reference of a call, compiled in one piece."""
+    return jax.jit(lambda args: reference.attention(call, args))
+
+
+def prepared(args, options):
+    """Return the arguments and the call as the kernels see them."""
     args, options = PagedAttention().prepare(*args, return_lse=True, **options)
     options.pop("implementation")
-    call = PagedAttention().describe(*args, **options)
+    return args, PagedAttention().describe(*args, **options)
+
+
+def results(args, params=SMALL, **options):
+    """Return the results of the kernels, in float32."""
+    args, call = prepared(args, options)
     assert MosaicGpu().unsupported(call) is None
     found, _ = program_of(call, params, MosaicGpu.interpret)(*args)
-    wide = [x.astype(jnp.float32) if getattr(x, "dtype", None) == jnp.bfloat16 else x for x in args]
-    return [np.asarray(x, np.float32) for x in found], [np.asarray(x) for x in reference.attention(call, tuple(wide))]
+    return [np.asarray(x, np.float32) for x in found]
+
+
+def expected(args, **options):
+    """Return the results of the reference, in float32."""
+    args, call = prepared(args, options)
+    wide = (np.asarray(x, np.float32) if getattr(x, "dtype", None) == jnp.bfloat16 else x for x in args)
+    return [np.asarray(x) for x in reference_of(call)(tuple(wide))]
+
+
+def check(args, **options):
+    """Compare the kernels with the reference."""
+    assert_near(results(args, **options), expected(args, **options))
 
 
 def assert_near(found, wanted):
@@ -128,7 +151,7 @@ def assert_near(found, wanted):
 )
 def test_decode_of_all_lengths_is_right_and_unused_values_never_matter(shape, options):
     lengths = [0, 1, 15, 16, 17, 64, 65, 200]
-    assert_near(*results(poisoned(lengths, [1] * 8, padding=0, **shape), **options))
+    check(poisoned(lengths, [1] * 8, padding=0, **shape), **options)
 
 
 @pytest.mark.slow
@@ -175,8 +198,8 @@ def test_a_scale_of_zero_makes_all_logits_zero(queries, shape, options):
 def test_any_number_of_query_heads_shares_a_kv_head(group, head_dim):
     """With one and with several tokens of a sequence in decode."""
     shape = {"heads": (2 * group, 2), "head_dim": head_dim, "padding": 0}
-    assert_near(*results(poisoned([70, 9], [1, 1], **shape)))
-    assert_near(*results(poisoned([70, 9], [2, 1], **shape)))
+    check(poisoned([70, 9], [1, 1], **shape))
+    check(poisoned([70, 9], [2, 1], **shape))
 
 
 @pytest.mark.slow
@@ -195,17 +218,17 @@ def test_latent_attention_of_all_lengths_is_right_and_unused_values_never_matter
     """With 72 heads, two blocks of threads share a token."""
     lengths = [0, 1, 15, 16, 17, 64, 65, 200]
     args = poisoned(lengths, [1] * 8, padding=0, head_dim=192, kinds=1, **shape)
-    assert_near(*results(args, value_dim=128, **options))
+    check(args, value_dim=128, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("simulated")
 def test_latent_attention_of_several_tokens_of_a_sequence():
     args = poisoned([200, 64, 10, 0, 129], [5, 0, 3, 0, 20], heads=(20, 1), page=64, head_dim=192, kinds=1)
-    found, wanted = results(args, value_dim=128)
-    assert_near(found, wanted)
+    found = results(args, value_dim=128)
+    assert_near(found, expected(args, value_dim=128))
     plan = plan_of(args)
-    planned, _ = results(args, value_dim=128, plan=plan)
+    planned = results(args, value_dim=128, plan=plan)
     jax.tree.map(np.testing.assert_array_equal, planned, found)
     own = schedule.token_schedule(plan.arrays.offsets, plan.arrays.lengths, len(args[0]), 1, None)
     jax.tree.map(np.testing.assert_array_equal, (plan.arrays.token_tiles, plan.arrays.token_programs), tuple(own))
@@ -216,7 +239,7 @@ def test_latent_attention_of_several_tokens_of_a_sequence():
 def test_latent_attention_to_a_cache_of_8_bits():
     """Without spare pages, the copy has the whole cache."""
     args = poisoned([200, 64, 10, 1], [5, 0, 3, 1], heads=(4, 1), page=64, head_dim=192, kinds=1, cache="int8")
-    assert_near(*results(args, value_dim=128, k_scale=0.02, plan=plan_of(args)))
+    check(args, value_dim=128, k_scale=0.02, plan=plan_of(args))
 
 
 @pytest.mark.slow
@@ -237,7 +260,7 @@ def test_decode_and_prefill_share_a_batch_with_a_cache_of_8_bits(cache, queries,
     args = poisoned([3, 30, 90, 15], queries, window=window, cache=cache, head_dim=head_dim)
     args = args[0], jnp.pad(args[1], ((0, spare_pages), *[(0, 0)] * 4)), *args[2:]
     scales = {"k_scale": 0.02, "v_scale": jnp.array([0.5, 2.0])}
-    assert_near(*results(args, sliding_window=window, sinks=jnp.linspace(-1, 1, 4), **scales))
+    check(args, sliding_window=window, sinks=jnp.linspace(-1, 1, 4), **scales)
 
 
 @pytest.mark.slow
@@ -248,7 +271,7 @@ def test_latent_attention_has_no_races(monkeypatch):
 
     monkeypatch.setattr(MosaicGpu, "interpret", mosaic_gpu.InterpretGPUParams(detect_races=True))
     args = poisoned([200, 1, 0, 65], [1] * 4, heads=(128, 1), padding=0, head_dim=192, kinds=1)
-    assert_near(*results(args, value_dim=128))
+    check(args, value_dim=128)
 
 
 @pytest.mark.slow
@@ -260,7 +283,7 @@ def test_tokens_that_were_quantised_into_the_cache_are_attended_to():
     cache, table = jnp.full((3, 8, kv_heads, 2, head_dim), 99, jnp.int8), jnp.array([[2, 0, 1]])
     scales = {name: jnp.abs(x).max((0, 2)) / 127 for name, x in (("k_scale", k), ("v_scale", v))}
     cache = append_to_pages(cache, k, v, table, jnp.array([0, count]), jnp.array([count]), **scales)
-    (out, _), _ = results((q[-1:], cache, table, jnp.array([0, 1]), jnp.array([count])), **scales)
+    out, _ = results((q[-1:], cache, table, jnp.array([0, 1]), jnp.array([count])), **scales)
     wide = (x.astype(jnp.float32)[None] for x in (q[-1:], k, v))
     want = np.asarray(jax.nn.dot_product_attention(*wide)[0])
     assert np.linalg.norm(out - want) <= 0.02 * np.linalg.norm(want)
@@ -283,15 +306,15 @@ def test_tokens_that_were_quantised_into_the_cache_are_attended_to():
 )
 def test_decode_and_prefill_share_a_batch(queries, window, head_dim):
     args = poisoned([1, 30, 90, 129, 15, 64], queries, window=window, head_dim=head_dim)
-    assert_near(*results(args, sliding_window=window, sinks=jnp.linspace(-1, 1, 4)))
+    check(args, sliding_window=window, sinks=jnp.linspace(-1, 1, 4))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("simulated")
 def test_a_plan_changes_no_result():
     args = poisoned([1, 30, 90, 64], [1, 0, 40, 3], window=20)
-    found, _ = results(args, sliding_window=20)
-    planned, _ = results(args, sliding_window=20, plan=plan_of(args, sliding_window=20))
+    found = results(args, sliding_window=20)
+    planned = results(args, sliding_window=20, plan=plan_of(args, sliding_window=20))
     jax.tree.map(np.testing.assert_array_equal, planned, found)
 
 
@@ -299,14 +322,15 @@ def test_a_plan_changes_no_result():
 @pytest.mark.usefixtures("simulated")
 def test_indices_outside_of_the_cache_change_no_other_sequence():
     q, pages, table, offsets, lengths = poisoned([70, 20, 40], [1, 1, 1], padding=0)
-    found, _ = results((q, pages, table, offsets, lengths))
+    found = results((q, pages, table, offsets, lengths))
     wrong = table.at[1, 0].set(-5)
-    (out, lse), wanted = results((q, pages, wrong, offsets.at[3].set(10**6), lengths.at[2].set(10**6)))
+    args = q, pages, wrong, offsets.at[3].set(10**6), lengths.at[2].set(10**6)
+    out, lse = results(args)
     np.testing.assert_array_equal(out[0], found[0][0])
     np.testing.assert_array_equal(lse[0], found[1][0])
     assert not out[1:].any()  # the third sequence reaches beyond its pages
     assert np.isneginf(lse[1:]).all()
-    assert not wanted[0][1:].any()
+    assert not expected(args)[0][1:].any()
 
 
 @pytest.mark.slow
@@ -322,7 +346,7 @@ def test_heads_of_one_device_under_shard_map():
         return MosaicGpu().forward(call, *args, None, None, None, None, params=SMALL)[0]
 
     sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=specs[0]))
-    np.testing.assert_array_equal(sharded(*args), results(args)[0][0])
+    np.testing.assert_array_equal(sharded(*args), results(args)[0])
 
 
 @pytest.mark.slow
@@ -373,14 +397,15 @@ def test_kernels_that_write_to_one_output_are_apart_from_slices(cache, head_dim)
     ],
 )
 def test_chunks_of_several_tiles_and_blocks_are_right(lengths, queries, shape, options):
-    assert_near(*results(poisoned(lengths, queries, **shape), **options))
+    check(poisoned(lengths, queries, **shape), **options)
 
 
 def schedules_of(queries, lengths):
     """Return the schedules for 8 heads of 2 KV heads, and the number of tokens with some padding."""
     tokens = sum(queries) + 4
     offsets = jnp.asarray(np.concatenate([[0], np.cumsum(queries)]), jnp.int32)
-    return schedule.schedules(offsets, jnp.asarray(lengths, jnp.int32), tokens, 8, 2, None), tokens
+    run = jax.jit(lambda offsets, lengths: schedule.schedules(offsets, lengths, tokens, 8, 2, None))
+    return run(offsets, jnp.asarray(lengths, jnp.int32)), tokens
 
 
 @pytest.mark.slow

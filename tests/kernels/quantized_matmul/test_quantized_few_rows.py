@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.arrays import on_device
 
 from ejkernel import compat
 from ejkernel.kernels import _hopper
@@ -34,7 +35,7 @@ def described(shape, sizes, dtypes, *, gated=False, factored=False, groups=None,
     matrices = rng.standard_normal((1 + gated, groups or len(sizes), n, k)).astype(np.float32)
     own = jax.jit(lambda w: quantize(w, dtype=dtypes[1]))
     w, *gate = (own(matrix) for matrix in matrices)
-    x = jnp.asarray(rng.standard_normal((m, k)), dtypes[0]).at[sum(sizes) :].set(jnp.nan)
+    x = on_device(rng.standard_normal((m, k)), dtypes[0]).at[sum(sizes) :].set(jnp.nan)
     args = (x, w.values, jnp.asarray(sizes, jnp.int32), None, w.scale)
     factors = jnp.linspace(-1, 2, m) if factored else None
     how = {"rhs_block": w.block, "transpose_rhs": True} | options

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.arrays import on_device
 
 from ejkernel.kernels.quantized_matmul.quantizing import mosaic_gpu as launch
 from ejkernel.kernels.quantized_matmul.quantizing import plan as plans
@@ -36,11 +37,16 @@ def wide(results):
     """Return the dequantised arrays of a call's results."""
     found = []
     for values, scale in zip(results[::2], results[1::2], strict=True):
-        each = jnp.repeat(scale, 128, -1)[..., : values.shape[-1]]
+        each = np.repeat(scale, 128, -1)[..., : values.shape[-1]]
         if len(each) < len(values):  # squares
-            each = jnp.repeat(each, 128, 0)[: len(values)]
-        found.append(values.astype(jnp.float32) * each)
+            each = np.repeat(each, 128, 0)[: len(values)]
+        found.append(np.asarray(values).astype(np.float32) * each)
     return found
+
+
+def by_reference(*args, **options):
+    """Return the reference's results, compiled in one piece."""
+    return jax.jit(lambda *args: quantize_blocks.reference(*args, **options))(*args)
 
 
 @pytest.mark.parametrize(
@@ -56,29 +62,29 @@ def test_simulated_kernel_gives_the_numbers_of_plain_jax(
     mosaic, monkeypatch, shape, dtype, values, options, programs, races
 ):
     monkeypatch.setattr(plans, "MULTIPROCESSORS", programs)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype) * 30
+    x = on_device(np.random.default_rng(0).standard_normal(shape), dtype) * 30
     x = x.at[..., 3, :].set(0).at[..., 1, 130].set(jnp.inf)  # the interpreter's maximum ignores NaN
     call = quantize_blocks.describe(x, dtype=values, **options)
     interpret = mosaic.InterpretGPUParams(detect_races=races)
     params = QuantizeParams(tiles=2, blocks=1)
     found = jax.jit(lambda x: launch.quantized(call, (x,), params, interpret=interpret))(x)
-    expected = quantize_blocks.reference(x, dtype=values, **options)
+    expected = by_reference(x, dtype=values, **options)
     assert [(a.shape, a.dtype) for a in found] == [(a.shape, a.dtype) for a in expected]
     for ours, plain in zip(wide(found), wide(expected), strict=True):
         # A number halfway between two others may be rounded to either.
         np.testing.assert_allclose(ours, plain, rtol=0.26)
-        assert np.mean((np.asarray(ours) != plain) & ~np.isnan(plain)) < 1e-3
+        assert np.mean((ours != plain) & ~np.isnan(plain)) < 1e-3
 
 
 @pytest.mark.parametrize(("sizes", "square"), [((0, 130, 3, 70), False), ((200, 300, 50), False), ((3, 70), True)])
 def test_simulated_kernel_begins_a_block_of_columns_with_each_group(mosaic, monkeypatch, sizes, square):
     monkeypatch.setattr(plans, "MULTIPROCESSORS", 2)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((210, 144)), "bfloat16") * 30
+    x = on_device(np.random.default_rng(0).standard_normal((210, 144)), "bfloat16") * 30
     args = x.at[0, 7].set(jnp.inf), jnp.asarray(sizes, jnp.int32)
     call = quantize_blocks.describe(*args, dtype=E4M3, transposed=True, square=square)
     interpret = mosaic.InterpretGPUParams()
     found = jax.jit(lambda *args: launch.quantized(call, args, QuantizeParams(), interpret=interpret))(*args)
-    expected = quantize_blocks.reference(*args, dtype=E4M3, transposed=True, square=square)
+    expected = by_reference(*args, dtype=E4M3, transposed=True, square=square)
     assert [(a.shape, a.dtype) for a in found] == [(a.shape, a.dtype) for a in expected]
     for ours, plain in zip(wide(found), wide(expected), strict=True):
         np.testing.assert_allclose(ours, plain, rtol=0.26)
@@ -114,7 +120,7 @@ def test_the_space_has_the_parameters_that_fit():
 
 @pytest.mark.parametrize("square", [False, True])
 def test_both_forms_are_those_of_two_calls(square):
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((40, 200)), jnp.bfloat16)
+    x = on_device(np.random.default_rng(0).standard_normal((40, 200)), jnp.bfloat16)
     wanted = quantize(x, block=128), quantize(x.T, block=128, axis=(0, 1) if square else -1)
     for found, expected in zip(quantize_both(x, square=square), wanted, strict=True):
         assert found.block == expected.block

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from tests.arrays import on_device
 
 from ejkernel import compat
 from ejkernel.kernels._row_norms import launch, plan
@@ -44,7 +45,7 @@ def arguments(operation, rows, dim, *, dtype="bfloat16", weight=True, residual=F
     rng = np.random.default_rng(0)
     # A sum of eighths is exact in all dtypes, so the float32 reference has the same input as the kernels.
     x, added = (jnp.asarray(rng.integers(-16, 24, (rows, dim)) / 8, dtype) for _ in range(2))
-    vectors = [jnp.asarray(1 + rng.standard_normal(dim), dtype) for _ in range(1 + (operation.name == "layer_norm"))]
+    vectors = [on_device(1 + rng.standard_normal(dim), dtype) for _ in range(1 + (operation.name == "layer_norm"))]
     return (x, *(vectors if weight else [None]), *([added] if residual else []))
 
 
@@ -68,10 +69,17 @@ def assert_near(expected, found, error=2e-2):
 
 
 def check(operation, params, args, error=2e-2, **options):
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), args)
-    expected, pull = jax.vjp(lambda *args: operation.reference(*args, eps=1e-3, **options), *wide)
     out, gradients = jax.jit(by_kernel(operation, params, eps=1e-3, **options))(*args)
-    wanted = pull(jax.tree.map(lambda x, like: jnp.cos(x.astype(like.dtype)).astype(x.dtype), expected, out))
+
+    @jax.jit
+    def reference(args):
+        wide = jax.tree.map(lambda x: x.astype(jnp.float32), args)
+        expected, pull = jax.vjp(lambda *args: operation.reference(*args, eps=1e-3, **options), *wide)
+        return expected, pull(
+            jax.tree.map(lambda x, like: jnp.cos(x.astype(like.dtype)).astype(x.dtype), expected, out)
+        )
+
+    expected, wanted = reference(args)
     for a, b in zip(jax.tree.leaves((expected, wanted)), jax.tree.leaves((out, gradients)), strict=True):
         assert_near(a, b, error)
     assert [x.dtype for x in jax.tree.leaves(args)] == [x.dtype for x in jax.tree.leaves(gradients)]
@@ -279,8 +287,8 @@ def test_simulated_rows_in_8_bits_are_those_of_plain_jax(monkeypatch, shape, res
 
     monkeypatch.setattr(plan.hopper, "MULTIPROCESSORS", 2)
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal(shape), "bfloat16").at[..., 1, :].set(0)
-    weight = None if residual else jnp.asarray(rng.standard_normal(shape[-1]), "float32")
+    x = on_device(rng.standard_normal(shape), "bfloat16").at[..., 1, :].set(0)
+    weight = None if residual else on_device(rng.standard_normal(shape[-1]), "float32")
     args, options = quantized_rms_norm.prepare(x, weight, 2 * x + 1 if residual else None)
     options.pop("implementation")
     call, norm = quantized_rms_norm.describe(*args, **options), quantized.MosaicGpu()

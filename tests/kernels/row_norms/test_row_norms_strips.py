@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.arrays import on_device
 from tests.kernels.layer_norm_cases import interpret_pallas
 
 from ejkernel.kernels._row_norms import strips
@@ -27,13 +28,20 @@ def test_rows_in_chunks_and_their_gradients_are_right(monkeypatch, dim, block_ro
     interpret_pallas(monkeypatch)
     monkeypatch.setattr(strips, "CHUNK", 256)
     rng = np.random.default_rng(dim)
-    x, residual, *cotangents = (jnp.asarray(rng.standard_normal((50, dim)), "float32") for _ in range(4))
-    weight, bias = (jnp.asarray(rng.standard_normal(dim), "float32") for _ in range(2))
+    x, residual, *cotangents = (on_device(rng.standard_normal((50, dim)), "float32") for _ in range(4))
+    weight, bias = (on_device(rng.standard_normal(dim), "float32") for _ in range(2))
     call = LayerNormCall(rows=50, dim=dim, dtype="float32", eps=1e-6, residual=True, platform="tpu")
     implementation, args, params = Pallas(), (x, weight, bias, residual), PallasParams(block_rows=block_rows)
-    out, statistics = implementation.forward(call, *args, params=params)
-    wanted, differentiate = jax.vjp(reference, *args)
+
+    def ours(*args):
+        out, statistics = implementation.forward(call, *args, params=params)
+        return out, implementation.backward(call, statistics, out, tuple(cotangents), *args, params=params)
+
+    def plain(*args):
+        out, differentiate = jax.vjp(reference, *args)
+        return out, differentiate(tuple(cotangents))
+
+    (out, found), (wanted, gradients) = (jax.jit(run)(*args) for run in (ours, plain))
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, atol=3e-5), out, wanted)
-    found = implementation.backward(call, statistics, out, tuple(cotangents), *args, params=params)
-    for got, want in zip(found, differentiate(tuple(cotangents)), strict=True):
+    for got, want in zip(found, gradients, strict=True):
         np.testing.assert_allclose(got, want, atol=3e-4)

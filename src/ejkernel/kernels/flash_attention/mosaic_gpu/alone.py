@@ -30,7 +30,7 @@ from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE
 
 from .alone_single import convert, exponent, largest_of_rows, undone
 from .alone_support import AlonePlan
-from .alone_types import AloneInputs, Item, Memory, Part, Weights
+from .alone_types import LARGEST_OF_BASE_2, AloneInputs, Item, Memory, Part, Weights, in_base_2
 from .forward_mainloop import along_rows
 from .masks import WGMMA, broadcast_index, within_window, zeros
 from .matrices import Matrices
@@ -263,12 +263,14 @@ class _AloneKernel:
         if self.inputs.sinks is not None:
             at = broadcast_index(self.inputs.sinks, part.item.example, part.item.bundle)
             own = plgpu.load(self.inputs.sinks.at[at], layout=WGMMA.reduce(1), optimized=False)
-            sink, is_none = jnp.maximum(own * LOG2_E, _LOWEST), own == -jnp.inf
+            sink, is_none = jnp.maximum(in_base_2(own), _LOWEST), own == -jnp.inf
             # Weights are rounded relative to the largest of them: float16 has no digits for those far below a sink.
             keys, top = top, jnp.maximum(top, sink)
             decay = jnp.exp2(keys - top)
             total, empty = total * decay + jnp.where(is_none, 0.0, jnp.exp2(sink - top)), empty & is_none
-        lse = jnp.where(empty, EMPTY_ROW_LSE, (top + jnp.log2(total)) * (1 / LOG2_E))
+        # Maxima near the lowest float come from a bias or a sink that was not converted to base 2.
+        highest = jnp.where(top < -LARGEST_OF_BASE_2, top, top * (1 / LOG2_E))
+        lse = jnp.where(empty, EMPTY_ROW_LSE, highest + jnp.log2(total) * (1 / LOG2_E))
         return Weights(weights, jnp.where(empty, 0.0, decay / total), lse, slope)
 
     def _visible(self, part: Part) -> list[jax.Array]:

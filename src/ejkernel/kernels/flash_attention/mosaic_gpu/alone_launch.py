@@ -9,20 +9,18 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._hopper.backend import backend_for
-from ejkernel.kernels._numbers import LOG2_E
 from ejkernel.kernels.flash_attention._batches import fold_examples
 from ejkernel.kernels.flash_attention.common import Gradients, Operands, Residuals, Rules, describe
 
 from .alone import BackwardKernel, ForwardKernel
 from .alone_support import AlonePlan, alone_plan
-from .alone_types import AloneInputs
+from .alone_types import AloneInputs, in_base_2
 from .params import BackwardParams, ForwardParams
 from .parts import sum_of_heads
 from .plan import ROWS
 from .ranges import within_range
 
 _ALIGNED = 8  # columns: a copy cannot move less than 16 bytes
-_HUGE = 2e38  # times `LOG2_E`, a larger bias is infinite
 
 
 def forward_alone(operands: Operands, rules: Rules, params: ForwardParams, *, interpret: Any = None) -> Residuals:
@@ -101,11 +99,9 @@ def _hidden(operands: Operands, plan: AlonePlan) -> jax.Array | None:
 
 
 def _bias(operands: Operands, plan: AlonePlan) -> jax.Array | None:
-    """Return `AloneInputs.bias`; numbers near the largest of float32 stay as they are."""
-    if operands.bias is None:
-        return None
-    bias = operands.bias.astype(jnp.float32)
-    return _in_slabs(jnp.where(jnp.abs(bias) < _HUGE, bias * LOG2_E, bias), plan, plan.queries)
+    """Return `AloneInputs.bias`."""
+    bias = operands.bias
+    return None if bias is None else _in_slabs(in_base_2(bias.astype(jnp.float32)), plan, plan.queries)
 
 
 def _in_slabs(x: jax.Array, plan: AlonePlan, rows: int) -> jax.Array:

@@ -6,8 +6,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ejkernel.kernels._hopper.pipeline import Pipeline
+from ejkernel.kernels._numbers import LOG2_E
+
+LARGEST_OF_BASE_2 = 2e38  # times `LOG2_E`, a larger number is infinite
+
+
+def in_base_2(x: jax.Array) -> jax.Array:
+    """Return natural logarithms as those to the base 2; numbers near the largest of float32 stay as they are."""
+    return jnp.where(jnp.abs(x) < LARGEST_OF_BASE_2, x * LOG2_E, x)
 
 
 class AloneInputs(NamedTuple):

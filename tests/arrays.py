@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays of tests, made without a program."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+
+def on_device(values, dtype):
+    """Return an array for `jax.jit`; `jnp.asarray` compiles a program for each shape and dtype that it converts."""
+    return jax.device_put(np.asarray(values).astype(dtype))
