@@ -34,6 +34,7 @@ def launch(
     consumers: int = 0,
     cluster: int = 1,
     lane_semantics: bool = False,
+    reduces_rows_only: bool = False,
     interpret: Any = None,
 ) -> list[jax.Array]:
     """Run `body(arrays, results, memory)` on references, and return the results.
@@ -48,13 +49,17 @@ def launch(
         consumers: Consumer warpgroups, beside one producer; 0: a block is a single warpgroup.
         cluster: Blocks of threads in a cluster, which can share copies.
         lane_semantics: Lower for lanes rather than warpgroups: the warpgroup semantics refuse dynamic row offsets.
+        reduces_rows_only: Whether all reductions are over the columns of a row, within one warp. Others need shared
+            memory, for which Pallas reserves 2 KiB.
         interpret: `InterpretGPUParams` to simulate the kernel on a CPU; `None` runs it on a GPU.
     """
     leaves, structure = jax.tree.flatten(arrays)
     threads: dict[str, Any] = {"num_threads": consumers + 1, "thread_name": WARPGROUP} if consumers else {}
     if cluster > 1:
         threads |= {"cluster": (cluster,), "cluster_names": (CLUSTER,)}
-    semantics = {"lowering_semantics": plgpu.LoweringSemantics.Lane} if lane_semantics else {}
+    options: dict[str, Any] = {"lowering_semantics": plgpu.LoweringSemantics.Lane} if lane_semantics else {}
+    if reduces_rows_only:
+        options["reduction_scratch_bytes"] = 0
 
     def kernel(*refs: Any) -> None:
         given, results = jax.tree.unflatten(structure, refs[: len(leaves)]), refs[len(leaves) :]
@@ -69,12 +74,7 @@ def launch(
         kernel_name=name,
         # Without this, Pallas puts a barrier around every access to shared memory. Our kernels place the barriers that
         # they need.
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,  # our reductions are over the columns of a row, within one warp
-            **semantics,
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, **options),
         interpret=interpret,
         **threads,
     )

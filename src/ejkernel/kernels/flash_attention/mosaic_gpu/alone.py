@@ -58,6 +58,7 @@ class _AloneKernel:
             programs=self.plan.programs,
             memory=self._memory_types(),
             consumers=self.plan.consumers,
+            reduces_rows_only=True,
             interpret=self.backend.interpret,
         )
 

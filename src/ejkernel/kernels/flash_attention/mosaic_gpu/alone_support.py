@@ -211,13 +211,15 @@ def alone_heuristic(call: AttentionCall) -> Any:
     to 0.95 of it, but as long with more columns, 22 us instead of 19 with shared keys, and 3.4 instead of 2.7 with few
     heads; with a bias 82 us instead of 54, and 89 instead of 74 with a mask that differs between queries. Gradients
     took 0.35 to 0.68 of it with 64 columns, and 0.94 to 0.98 with more; but 14.8 us instead of 11.3 with few heads of
-    128 columns, and 494 instead of 382 with 64 queries and 128 keys. For a single query of heads that share keys, cuDNN
+    128 columns, and 494 instead of 382 with 64 queries and 128 keys. Forwards in float32, which others convert before,
+    took 39 us instead of 60. For a single query of heads that share keys, cuDNN
     took 18 us forward, and these 31.
     """
     params, (batch, queries, heads, dim), own = next(alone_space(call), None), call.query, call.query[2] == call.key[2]
     if params is None or (queries == 1 and not own and not call.backward):
         return None
-    if alone_plan(call, params).team == 1:
+    plan = alone_plan(call, params)
+    if plan.team == 1 or plan.single:
         return params
     narrow, many = max(dim, call.value[3]) <= 64, call.examples * batch * heads > MULTIPROCESSORS
     by_query = "block" in (variation(call.bias, call), variation(call.attention_mask, call))
