@@ -66,9 +66,12 @@ class AlonePlan(AttentionSizes):
     @property
     def together(self) -> int:
         """Heads of a bundle: a power of two; 1 if there are not enough bundles for all multiprocessors."""
-        longest, heads = max(self.queries, self.keys), self.heads
-        fitting = (n for n in (8, 4, 2) if longest * n <= ROWS and heads % n == 0)
-        return next((n for n in fitting if self.batch * heads >= n * MULTIPROCESSORS), 1)
+        return next((n for n in self._bundles_that_fit if self.batch * self.heads >= n * MULTIPROCESSORS), 1)
+
+    @property
+    def _bundles_that_fit(self) -> list[int]:
+        longest = max(self.queries, self.keys)
+        return [n for n in (8, 4, 2) if longest * n <= ROWS and self.heads % n == 0]
 
     @property
     def tokens(self) -> int:
@@ -135,11 +138,13 @@ class AlonePlan(AttentionSizes):
         # A product takes whole tiles: no piece has more columns than rows that are summed. And both factors have the
         # same swizzle.
         few = min(self.key_rows, self.rows("query")) if self.backward else self.key_rows
+        # `vmap` folds examples into the batch after the memory was checked: then heads are bundled, in whole slabs.
+        whole = self.backward or self.single or bool(self._bundles_that_fit)
         buffers: dict[str, Buffer] = {}
         for name in self.operands:
             dim = self.value_dim if name in ("value", "dout") else self.head_dim
             # The other kernels copy, and multiply, these rows.
-            rows = ROWS if self.backward or self.single or name == "query" else self.key_rows
+            rows = ROWS if whole or name == "query" else self.key_rows
             columns = few if self.backward or name == "value" else 0
             buffers[name] = Buffer((count, self.slabs(name), rows, dim), columns=columns)
             if self.single:
