@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import functools
 
 import jax
@@ -390,6 +391,20 @@ def test_as_many_heads_share_a_matrix_as_fit(sizes, together):
     assert alone_support.alone_plan(call_of(case), params).together == together
     few = call_of(dataclasses.replace(case, batch=10))
     assert alone_support.alone_plan(few, params).together == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_examples_of_vmap_need_no_more_memory(dtype):
+    """They are folded into the batch after the memory was checked, and then heads may share a matrix of scores."""
+    for queries, dim, heads in itertools.product((5, 16, 32), (32, 64, 96, 128), (1, 6, 8)):
+        case = dataclasses.replace(SHORT, queries=queries, keys=queries, head_dim=dim, value_dim=dim)
+        case = dataclasses.replace(case, heads=heads, groups=heads, batch=1)
+        for backward in (False, True):
+            one = dataclasses.replace(call_of(case, backward=backward), dtype=dtype)
+            many = dataclasses.replace(one, query=(999, *one.query[1:]), key=(999, *one.key[1:]))
+            many = dataclasses.replace(many, value=(999, *one.value[1:]))
+            for params in alone_support.alone_space(one):
+                assert alone_support.alone_fault(many, params) is None
 
 
 def test_partial_keys_have_other_gradients():
