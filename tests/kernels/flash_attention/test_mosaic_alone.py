@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
