@@ -108,6 +108,21 @@ def test_rows_without_keys_have_zero_gradients_beside_a_far_sink(sink):
         np.testing.assert_array_equal(zero, 0)
 
 
+def test_a_bias_of_the_lowest_float_has_a_gradient_beside_sinks():
+    """It hides no key of a row whose keys all have it, if the row's sink is no logit."""
+    operands = [jnp.asarray(x[:, :8]) for x in (QUERY, KEY, VALUE)]
+    bias = jnp.zeros((1, 1, 8, 8), jnp.float32).at[:, :, 3].set(np.finfo(np.float32).min)
+    sinks = jnp.full(QUERY.shape[2], -jnp.inf)
+
+    def loss(function, **more):
+        return lambda *arrays: jnp.sin(function(*arrays, bias=bias, **more)).sum()
+
+    expected = jax.grad(loss(jax.nn.dot_product_attention), (0, 1, 2))(*operands)
+    found = jax.grad(loss(flash_attention, sinks=sinks), (0, 1, 2))(*operands)
+    for wanted, got in zip(expected, found, strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
 def test_the_derivatives_of_a_gradient_are_those_of_plain_jax():
     key, value = jnp.asarray(KEY[:, :4, :1]), jnp.asarray(VALUE[:, :4, :1])
     bias = jnp.asarray(BIAS[:, :1, :4, :4]) + 4096.0  # a row's softmax does not depend on it

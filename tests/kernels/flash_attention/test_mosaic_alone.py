@@ -195,6 +195,19 @@ def test_two_consumers_convert_a_head(interpret):
 
 
 @pytest.mark.slow
+def test_the_largest_float32_values(interpret):
+    """Their factor is smaller than that of any smaller number, but a normal number too."""
+    from ejkernel.kernels.flash_attention.mosaic_gpu.alone_launch import forward_alone
+
+    operands, factor = SHORT.operands("float32"), jnp.asarray([1.0, 2.0**122, 2.0**125], jnp.float32)
+    wide = operands._replace(value=operands.value * factor[:, None, None, None])
+    params = ForwardParams(alone=True, kv_block=64, warpgroups=1, stages=1)
+    out, _ = forward_alone(wide, SHORT.rules, params, interpret=interpret)
+    expected, _ = by_reference(operands, SHORT.rules)
+    np.testing.assert_allclose(out / factor[:, None, None, None], expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_change_no_factor(interpret):
     """Hidden keys set no factor either."""
     operands, rules = SHORT.operands("float32"), SHORT.rules
@@ -278,6 +291,22 @@ def test_examples_of_vmap_have_their_own_sinks(interpret):
     for own, out in zip(sinks, found, strict=True):
         expected, _ = by_reference(operands._replace(sinks=own), SHORT.rules)
         np.testing.assert_allclose(out.astype("float32"), expected.astype("float32"), rtol=0.02, atol=0.02)
+
+
+def test_examples_of_vmap_fit_into_shared_memory(interpret):
+    """With them heads are many, so that several would be a bundle, which takes more memory than the call's heads."""
+    del interpret
+    from ejkernel.kernels.flash_attention.mosaic_gpu.alone_launch import forward_alone
+
+    case = dataclasses.replace(SHORT, batch=1, queries=16, keys=16, head_dim=128, value_dim=128)
+    params = next(alone_support.alone_space(call_of(case)))
+    x = jax.ShapeDtypeStruct((3, *case.types("bfloat16").query.shape), "bfloat16")
+
+    def attend(*arrays):
+        return forward_alone(Operands(*arrays), case.rules, params)
+
+    traced = jax.jit(jax.vmap(attend)).trace(x, x, x)
+    assert "attention_forward_alone" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.slow

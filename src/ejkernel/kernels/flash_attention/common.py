@@ -226,7 +226,9 @@ def lse_of_keys(operands: Operands, lse: jax.Array, rules: Rules) -> jax.Array:
     without keys may have a sink such as the lowest float32, below the finite logits with which kernels hide keys.
     """
     if operands.sinks is not None and rules.scale <= _LARGEST_SCALE:
-        lse = jnp.maximum(lse, _LOWEST_LSE)
+        # Keys with a bias may also have a log-sum-exp as low, but not that of the sink.
+        is_sink = True if operands.bias is None else lse <= 0.9 * operands.sinks.astype(lse.dtype)[None, :, None]
+        lse = jnp.where(is_sink, jnp.maximum(lse, _LOWEST_LSE), lse)
     if operands.query_lengths is None:
         return lse
     past = jnp.arange(lse.shape[2], dtype=jnp.int32)[None, None] >= operands.query_lengths[:, None, None]

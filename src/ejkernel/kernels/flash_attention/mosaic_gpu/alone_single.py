@@ -74,7 +74,7 @@ def exponent(kernel: Any, part: Any, number: int, largest: jax.Array) -> jax.Arr
     highest = lax.broadcast_in_dim(by_column, (ROWS, kernel.plan.team * ROWS), [1]).max(axis=1)
     bits = lax.bitcast_convert_type(highest, jnp.int32)
     found = lax.shift_right_arithmetic(bits, jnp.full_like(bits, 23)) - 126
-    return _TOP - jnp.clip(found, _TOP - _MOST, _MOST)
+    return _TOP - jnp.maximum(found, _TOP - _MOST)
 
 
 def undone(x: jax.Array, *raised: jax.Array) -> jax.Array:

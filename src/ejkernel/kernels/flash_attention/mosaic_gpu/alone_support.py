@@ -163,7 +163,7 @@ class AlonePlan(AttentionSizes):
 def alone_plan(call: AttentionCall, params: ForwardParams | BackwardParams, raised: int | None = None) -> AlonePlan:
     """Return the launch.
 
-    The kernel converts float32 if memory allows. So XLA converts before gradients of two consumers, and wide heads that
+    The kernel converts float32 where memory allows: XLA converts before gradients of two consumers, and wide heads that
     would need two. It also does where wide heads share keys, which the kernel would convert for each head: 279 us
     instead of 361, 761 instead of 1,208.
     """
