@@ -13,6 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 _limits: Any = jnp.finfo  # it has no annotations
+LOWEST = float(np.finfo(np.float32).min)  # in place of minus infinity, where a difference would be NaN
 _BEYOND_FLOATS = 1 << 1023
 LOG2_E = math.log2(math.e)  # the hardware computes exponentials in base 2
 

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.kernels.attention_cases import Case
+from tests.arrays import on_device
+from tests.kernels.attention_cases import Case, reference_with_gradients
 
 from ejkernel import compat
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Rules, arguments_of, describe
@@ -19,7 +20,6 @@ from ejkernel.kernels.flash_attention.mosaic_gpu import implementation
 from ejkernel.kernels.flash_attention.mosaic_gpu.alone_support import is_alone
 from ejkernel.kernels.flash_attention.mosaic_gpu.implementation import MosaicGpu
 from ejkernel.kernels.flash_attention.mosaic_gpu.parts import what_hides
-from ejkernel.kernels.flash_attention.reference import attention
 
 pytestmark = pytest.mark.slow
 
@@ -178,8 +178,8 @@ def test_results_and_gradients_of_a_random_call(seed):
     names = [name for name in ARRAYS if getattr(operands, name) is not None]
     if kernels.unsupported(backward):
         names = []
-    (wanted, pull, wanted_lse), arguments = reference(operands, rules, names), arguments_of(operands)
-    dout = jnp.asarray(np.random.default_rng(seed).standard_normal(wanted.shape), operands.query.dtype)
+    arguments, dout = arguments_of(operands), cotangent(operands, seed)
+    (wanted, wanted_lse), expected = reference_with_gradients(operands, rules, dout, (*names,))
     params = parameters(kernels, call, rng)
     backward_params = parameters(kernels, backward, rng) if names else None
 
@@ -195,18 +195,15 @@ def test_results_and_gradients_of_a_random_call(seed):
     assert_close("output", out, wanted, call.dtype)
     # A sink of the lowest float may count as none: rows without keys differ.
     assert_close("log-sum-exp", *(jnp.where(abs(x) < EMPTY_ROW_LSE, x, 0) for x in (lse, wanted_lse)), call.dtype)
-    for name, ours, theirs in zip(names, gradients, pull(dout.astype(jnp.float32)), strict=True):
+    for name, ours, theirs in zip(names, gradients, expected, strict=True):
         # With a bias that rows share, terms as large as a product of cotangent and value may cancel.
         assert_close(name, ours, theirs, call.dtype, least=call.value[3] ** 0.5 if name == "bias" else 1.0)
 
 
-def reference(operands, rules, names):
-    """Return the output of the float32 reference, its pullback to the arrays of these names, and the log-sum-exp."""
-
-    def function(*arrays):
-        return attention(operands._replace(**dict(zip(names, arrays, strict=True))), rules)
-
-    return jax.vjp(function, *(getattr(operands, name).astype(jnp.float32) for name in names), has_aux=True)
+def cotangent(operands, seed):
+    """Return a random cotangent of the output."""
+    shape = (*operands.query.shape[:3], operands.value.shape[3])
+    return on_device(np.random.default_rng(seed).standard_normal(shape), operands.query.dtype)
 
 
 def assert_close(name, actual, expected, dtype="bfloat16", least=1.0):

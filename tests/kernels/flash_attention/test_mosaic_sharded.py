@@ -7,10 +7,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from tests.kernels.attention_cases import Case
-from tests.kernels.flash_attention.test_mosaic_random import Simulated, assert_close, reference
+from tests.kernels.attention_cases import Case, reference_with_gradients
+from tests.kernels.flash_attention.test_mosaic_random import Simulated, assert_close, cotangent
 
 from ejkernel import compat
 from ejkernel.kernels.flash_attention import context
@@ -101,9 +100,9 @@ def test_blocks_of_two_devices_give_output_and_gradients_of_the_whole(monkeypatc
         key_lengths=jnp.array([31, 70], jnp.int32),
         sinks=jnp.array([0.5, -1.0, 2.0, 0.1], jnp.float32),
     )
-    wanted, pull, _ = reference(operands, rules, ("query", "key", "value", "sinks"))
-    dout = jnp.asarray(np.random.default_rng(1).standard_normal(wanted.shape), jnp.bfloat16)
-    expected = (wanted, *pull(dout.astype(jnp.float32)))
+    dout = cotangent(operands, 1)
+    (wanted, _), gradients = reference_with_gradients(operands, rules, dout, ("query", "key", "value", "sinks"))
+    expected = (wanted, *gradients)
     found = on_devices(rules, operands, dout, **order)
     for name, ours, theirs in zip(("output", "query", "key", "value", "sinks"), found, expected, strict=True):
         assert_close(name, ours, theirs)

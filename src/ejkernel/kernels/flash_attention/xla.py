@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.kernels._numbers import at_most_zero, has_small_range, normalized
+from ejkernel.kernels._numbers import LOWEST, at_most_zero, has_small_range, normalized
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.values.signature import is_known
@@ -275,7 +275,7 @@ def _attend_at_once(blocks: Blocks, grid: Grid) -> tuple[jax.Array, jax.Array]:
 
 def _exponentials(values: jax.Array, factor: float) -> tuple[jax.Array, jax.Array]:
     """Return the exponentials of `values * factor` without their maximum along rows, and the maximum of `values`."""
-    top = lax.stop_gradient(jnp.maximum(values.max(axis=-1, keepdims=True), float(np.finfo(np.float32).min)))
+    top = lax.stop_gradient(jnp.maximum(values.max(axis=-1, keepdims=True), LOWEST))
     return jnp.exp((values - top) * factor), top[..., 0]
 
 

@@ -121,7 +121,7 @@ def canonical_options(
 
 
 def nonnegative(name: str, value: Any) -> float:
-    """Return a number that is not negative as a float."""
+    """Return a non-negative number as a float."""
     if not is_number(value) or not 0 <= value <= LARGEST_FACTOR:
         raise ArgumentError(f"{name} must be a number from 0 to {LARGEST_FACTOR:g}, got {given_text(value)}.")
     return float(value)

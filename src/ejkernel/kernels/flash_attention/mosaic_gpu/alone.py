@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of short sequences: teams of one or two consumer warpgroups, each computing one bundle after another.
 
-A bundle is a head, or several heads of an example that have few tokens: they share a matrix of scores, in which each
-sees its own keys. A number that is not finite may reach other heads of its example, but no other example.
+A bundle is one head, or several short heads of one example. These share a matrix of scores, and a mask hides the keys
+of the others. NaN and infinity may reach other heads of the same example, but no other example.
 
 The keys of a head fit into one matrix of scores. So the softmax needs one pass, and the gradients need neither the
 output nor the log-sum-exp: maximum and sum of each row are computed again, and the row sums of output times cotangent
@@ -25,7 +25,7 @@ from ejkernel.kernels._hopper.backend import Backend
 from ejkernel.kernels._hopper.device import quotient, remainder, wrapped
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch, plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
-from ejkernel.kernels._numbers import LOG2_E, power_of_two
+from ejkernel.kernels._numbers import LOG2_E, LOWEST, power_of_two
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE
 
 from .alone_single import convert, exponent, largest_of_rows, undone
@@ -35,8 +35,6 @@ from .forward_mainloop import along_rows
 from .masks import WGMMA, broadcast_index, within_window, zeros
 from .matrices import Matrices
 from .plan import REGISTERS, ROWS
-
-_LOWEST = float(np.finfo(np.float32).min)  # in place of minus infinity, where a difference would be NaN
 
 
 class _AloneKernel:
@@ -95,7 +93,7 @@ class _AloneKernel:
         copies = sum(self.pieces(self.staged(name)) for name, _ in self._slabs()) * plan.together
         # Teams share no stage: each must wait for every copy into its stages.
         types["pipeline"] = Pipeline.types(plan.teams * plan.stages, consumers=plan.team, copies=copies)
-        if plan.team > 1:
+        if plan.team > 1 and (plan.backward or plan.single):
             for name in ("shared", "done"):
                 types[name] = plgpu.Barrier(num_arrivals=plan.team, num_barriers=plan.teams)
         return Memory._make(types.get(name) for name in Memory._fields)
@@ -182,7 +180,7 @@ class _AloneKernel:
         plgpu.wait_smem_to_gmem(0)
 
     def await_team(self, barrier: Any, part: Part) -> None:
-        """Wait for the other consumer of a team, if there is one."""
+        """Wait for the other consumer of a team of two."""
         if self.plan.team > 1:
             plgpu.barrier_arrive(barrier.at[part.team])
             plgpu.barrier_wait(barrier.at[part.team])
@@ -256,7 +254,7 @@ class _AloneKernel:
             logits = jnp.where(condition, logits, -jnp.inf)
         if hidden is not None:
             logits = jnp.where(hidden < 0, -jnp.inf, logits)
-        top = jnp.maximum(logits.max(axis=1), _LOWEST)
+        top = jnp.maximum(logits.max(axis=1), LOWEST)
         weights = jnp.exp2(logits - along_rows(top, self.square))
         total = weights.sum(axis=1)
         decay: Any = 1.0
@@ -264,7 +262,7 @@ class _AloneKernel:
         if self.inputs.sinks is not None:
             at = broadcast_index(self.inputs.sinks, part.item.example, part.item.bundle)
             own = plgpu.load(self.inputs.sinks.at[at], layout=WGMMA.reduce(1), optimized=False)
-            sink, is_none = jnp.maximum(in_base_2(own), _LOWEST), own == -jnp.inf
+            sink, is_none = jnp.maximum(in_base_2(own), LOWEST), own == -jnp.inf
             # Weights are rounded relative to the largest of them: float16 has no digits for those far below a sink.
             keys, top = top, jnp.maximum(top, sink)
             decay = jnp.exp2(keys - top)

@@ -114,8 +114,7 @@ def _in_slabs(x: jax.Array, plan: AlonePlan, rows: int) -> jax.Array:
     x = jnp.pad(x, [(0, 0), (0, 0), (0, most[0] - rows if rows > 1 else 0), (0, most[1] - plan.keys)])
     if plan.together == 1:
         return x
-    shared = x.shape[1] == 1
-    x = jnp.repeat(x, plan.together, axis=1) if shared else x
+    x = jnp.repeat(x, plan.together, axis=1) if x.shape[1] == 1 else x
     x = x.reshape(len(x), -1, plan.together, *x.shape[2:])
     if rows == 1:
         return x.reshape(*x.shape[:2], 1, ROWS)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Float32 operands of short sequences: the kernel converts each head to float16 in shared memory.
 
-Before a kernel, XLA needs a pass over the operands for their largest numbers, another one for the conversion, and a
-third over the output. Powers of two make the largest finite magnitude of each operand of a head at least `2**14`, below
+XLA would read the operands twice before the kernel, for their largest numbers and for the conversion, and the results
+once more after it. Powers of two make the largest finite magnitude of each operand of a head at least `2**14`, below
 the largest number of float16; they are undone in float32.
 """
 

@@ -65,7 +65,7 @@ class AlonePlan(AttentionSizes):
 
     @property
     def together(self) -> int:
-        """Heads of a bundle: a power of two; 1 if there are not enough bundles for all multiprocessors."""
+        """Heads of a bundle: a power of two; 1 if some multiprocessors would have no bundle."""
         return next((n for n in self._bundles_that_fit if self.batch * self.heads >= n * MULTIPROCESSORS), 1)
 
     @property

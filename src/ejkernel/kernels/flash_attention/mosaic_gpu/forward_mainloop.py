@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from ejkernel.kernels._hopper.device import remainder
 from ejkernel.kernels._hopper.launch import plgpu
 from ejkernel.kernels._hopper.pipeline import Pipeline
-from ejkernel.kernels._numbers import LOG2_E
+from ejkernel.kernels._numbers import LOG2_E, LOWEST
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, keeps
 
 from .forward_memory import ForwardMemory, Piece, WarpgroupTile
@@ -25,7 +25,6 @@ from .plan import ROWS, SMALL_CAP, ForwardPlan
 _LAYOUT = plgpu.Layout.WGMMA
 _BY_ROW, _BY_KEY = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
 _HUGE = 2.0**26  # of a logit: its neighbours in float32 are 8 apart
-_LOWEST = float(np.finfo(np.float32).min)  # the first maximum: finite, so that -inf minus it is -inf and not NaN
 
 
 class _SoftmaxState(NamedTuple):
@@ -127,7 +126,7 @@ class ForwardConsumer:
         scores = self.backend.with_accumulators(product, self.square)
         self.barriers.key.consumer_release(stage)
         nothing = plgpu.layout_cast(jnp.full((ROWS, self.plan.value_dim), 0, jnp.float32), _LAYOUT)
-        first = _LOWEST if self._fixed_max is None else self._fixed_max
+        first = LOWEST if self._fixed_max is None else self._fixed_max
         row_max = plgpu.layout_cast(jnp.full((ROWS,), first, jnp.float32), _BY_ROW)
         row_sum = plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), _BY_ROW)
         logits = self._logits(scores, self.tile.blocks.first, stage, True)
@@ -233,9 +232,9 @@ class ForwardConsumer:
         unit = LOG2_E if self.plan.adds else 1.0
         given, own = self.inputs.sinks[self.part.head], state.row_max
         # The maximum makes a sink of minus infinity finite, so that the differences below are no NaN.
-        sink = jnp.maximum(given * (LOG2_E / unit), _LOWEST)
+        sink = jnp.maximum(given * (LOG2_E / unit), LOWEST)
         if self._fixed_max is not None:  # the maximum of a row without keys is still that of the soft cap
-            own = jnp.where(state.row_sum == 0.0, _LOWEST, own)
+            own = jnp.where(state.row_sum == 0.0, LOWEST, own)
         top = jnp.maximum(own, sink)
         decay, present = jnp.exp2((own - top) * unit), jnp.where(given == -jnp.inf, 0.0, 1.0)
         total = state.row_sum * decay + jnp.exp2((sink - top) * unit) * present

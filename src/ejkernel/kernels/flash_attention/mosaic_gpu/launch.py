@@ -9,10 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 
-from ejkernel.kernels._numbers import LOG2_E
+from ejkernel.kernels._numbers import LOG2_E, LOWEST
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.flash_attention._batches import fold_examples
 from ejkernel.kernels.flash_attention.common import (
@@ -392,9 +391,8 @@ def row_shift(lse: jax.Array, problem: BackwardProblem) -> jax.Array:
     scores: if the lowest float hides a whole row, its log-sum-exp is that float, which any factor would make infinite.
     """
     # Below the logits of any finite padding: its rows have no other mask.
-    lowest = float(np.finfo(np.float32).min)
     unit = -1 / problem.rules.scale if problem.shift_in_scores else -LOG2_E if problem.bias is None else -1.0
-    return jnp.where(lse == EMPTY_ROW_LSE, lowest, (lse - problem.raised / LOG2_E) * unit)
+    return jnp.where(lse == EMPTY_ROW_LSE, LOWEST, (lse - problem.raised / LOG2_E) * unit)
 
 
 def _bias_gradient(total: jax.Array | None, operands: Operands) -> jax.Array | None:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -27,7 +26,7 @@ from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgro
 from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 from ejkernel.kernels._hopper.products import accumulate, multiply_stages
 from ejkernel.kernels._hopper.tile_shapes import PIECE, REGISTERS, ROWS, STEP, WARPGROUPS
-from ejkernel.kernels._numbers import LOG2_E
+from ejkernel.kernels._numbers import LOG2_E, LOWEST
 from ejkernel.kernels.flash_attention._batches import fold_examples
 from ejkernel.kernels.flash_attention._xla_blocks import over_examples
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Gradients, Operands, Residuals, Rules, describe
@@ -159,7 +158,7 @@ def _gradients(
     delta = jnp.einsum("bqhe,bqhe->bhq", out, dout, preferred_element_type=jnp.float32)
     more = ((0, 0), (0, 0), (0, plan.row_tiles * _TILE_ROWS - plan.queries))
     # The maximum keeps that of a row with nothing but a sink of the lowest float finite: -inf minus -inf would be NaN.
-    finite = jnp.maximum(lse * LOG2_E, float(np.finfo(np.float32).min))
+    finite = jnp.maximum(lse * LOG2_E, LOWEST)
     in_base_2 = jnp.where(lse == EMPTY_ROW_LSE, jnp.inf, finite)
     inputs = inputs._replace(
         lse=jnp.pad(in_base_2, more, constant_values=jnp.inf),
