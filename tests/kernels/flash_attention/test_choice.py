@@ -105,6 +105,25 @@ def test_which_calls_with_few_scores_stay_with_kernels(change):
     assert not is_fastest_in_plain_jax(dataclasses.replace(call, **change))
 
 
+@pytest.mark.parametrize(
+    ("name", "is_fastest"),
+    [
+        ("full B1 T256 H8/8 D64 float32", True),
+        ("full B1 T256 H8/8 D64", False),
+        ("full B2 T256 H8/8 D64 float32", False),
+        ("full B1 T252 H8/8 D64 float32", False),
+        ("full B1 T256 H8/8 D72 float32", False),
+        ("full B1 T256 H8/2 D64 float32", False),
+        ("causal B1 T64 H4/4 D64 float32", False),
+        ("causal B1 T512 H8/8 D64 float32", False),
+        ("full B1 T64/4096 H8/8 D64 float32", True),
+        ("full B1 T64/128 H8/8 D64 float32", False),
+    ],
+)
+def test_few_scores_of_one_float32_example_use_plain_jax(name, is_fastest):
+    assert is_fastest_in_plain_jax(call_of(case_named(name))) == is_fastest
+
+
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(
     "name",

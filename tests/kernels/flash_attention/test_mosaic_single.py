@@ -15,9 +15,11 @@ from tests.kernels.attention_cases import CAUSAL, Case, reference_with_gradients
 from tests.kernels.flash_attention.test_mosaic_backward import FUSED, SPLIT
 
 from ejkernel import compat
+from ejkernel.kernels._numbers import exponents
 from ejkernel.kernels.flash_attention.common import describe
 from ejkernel.kernels.flash_attention.mosaic_gpu.implementation import MosaicGpu
 from ejkernel.kernels.flash_attention.mosaic_gpu.params import ForwardParams
+from ejkernel.kernels.flash_attention.mosaic_gpu.ranges import exponents_of
 from ejkernel.kernels.flash_attention.mosaic_gpu.single import LEAST_SCALE
 
 DIGITS = 2e-3  # of the largest element; float16 has a precision of 5e-4
@@ -85,7 +87,12 @@ def test_examples_of_different_magnitude_keep_their_digits():
 
 
 @pytest.mark.slow
-def test_gradients_that_are_sums_over_all_rows_stay_in_range():
+@pytest.mark.parametrize("few", [SMALL.queries, 0], ids=["bounds", "norms"])
+def test_gradients_that_are_sums_over_all_rows_stay_in_range(few, monkeypatch):
+    from ejkernel.kernels.flash_attention.mosaic_gpu import single
+
+    monkeypatch.setattr(single, "_FEW", 2 * few)  # two heads share keys
+    programs.cache_clear()
     operands, ones = SMALL.operands(), jnp.ones((2, 64, 2, 64))
     # All queries see the first key most, so that its gradients are sums over all rows.
     operands = operands._replace(query=ones, key=jnp.zeros_like(operands.key).at[:, 0].set(0.2))
@@ -97,10 +104,22 @@ def test_gradients_that_are_sums_over_all_rows_stay_in_range():
 def test_weights_below_the_precision_of_float16_keep_their_digits(params):
     operands, dout = SMALL.operands(), random_cotangent(SMALL)
     (out, lse), expected = reference_with_gradients(operands, SMALL.rules, dout, ("query", "key", "value"))
-    # As if the rows saw many more keys, with which the output is the same.
+    # The rows see many more keys, with which the output is the same.
     more = (out, lse + 10)
-    _, backward = programs(SMALL.rules, params)
+    _, backward = programs(dataclasses.replace(SMALL.rules, partial=True), params)
     assert_digits(backward(operands, more, dout)[:3], [x * np.exp(-10) for x in expected])
+
+
+@pytest.mark.parametrize("axes", [(1, 2, 3), (0, 1, 2, 3)])
+@pytest.mark.parametrize("shapes", [[(2, 6, 4, 8), (2, 10, 2, 8), (2, 10, 2, 24)], [(3, 1, 1, 7), (3, 5, 1, 11)]])
+def test_exponents_of_several_arrays_are_those_of_each(shapes, axes):
+    rng = np.random.default_rng(2)
+    arrays = [rng.standard_normal(shape).astype(np.float32) * 10.0 ** rng.integers(-30, 30) for shape in shapes]
+    arrays[0][0, 0, 0, :3] = np.inf, -np.inf, np.nan
+    arrays[-1][1] = 0
+    expected = [exponents(x, axes) for x in arrays]
+    for found, one in zip(exponents_of(arrays, axes), expected, strict=True):
+        np.testing.assert_array_equal(found, one)
 
 
 @pytest.mark.slow

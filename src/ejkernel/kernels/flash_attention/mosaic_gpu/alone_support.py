@@ -229,7 +229,9 @@ def alone_heuristic(call: AttentionCall) -> Any:
     narrow, many = max(dim, call.value[3]) <= 64, call.examples * batch * heads > MULTIPROCESSORS
     by_query = "block" in (variation(call.bias, call), variation(call.attention_mask, call))
     if call.backward:
-        return params if narrow or (many and own and not by_query and min(queries, call.key[1]) > ROWS) else None
+        # In float16, XLA finds the range of the cotangent first: 91 us, and 72 by cuDNN, for 64 examples of 100 tokens.
+        wide_ones = many and own and not by_query and min(queries, call.key[1]) > ROWS and call.dtype != "float16"
+        return params if narrow or wide_ones else None
     return params if narrow and many and own and not by_query else None
 
 

@@ -8,31 +8,45 @@ linear in the cotangent of the output, so that their factors are undone in float
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._numbers import exponents, power_of_two
+from ejkernel.kernels._numbers import power_of_two
 from ejkernel.kernels.flash_attention.common import AttentionCall, Gradients, Operands, Residuals, Rules, describe
 
 from .alone_support import alone_plan
 from .launch import backward, forward
 from .params import BackwardParams, ForwardParams
+from .ranges import exponents_of
 
 _LARGEST = 65504.0  # of float16
 _ROOM = 2.0**14
 # If a cotangent's sums over all rows fit in float16, one row's weights and gradients of scores have few digits left.
 _RAISED = 8
+_FEW = 1024  # rows that share keys, or keys
+_SHORT = 1 << 22  # numbers of all arrays
 LEAST_SCALE = 2.0**-12  # of the logits: the kernels store the gradients of query and key times it
 
 
 class _Half(NamedTuple):
-    """Operands in float16, and the factors that they were multiplied with."""
+    """Operands in float16.
+
+    Attributes:
+        operands: The operands.
+        query, value: The factors that they were multiplied with.
+        largest: Upper bounds of the magnitudes of query and key.
+        others: The exponents of other arrays.
+    """
 
     operands: Operands
     query: jax.Array
     value: jax.Array
+    largest: tuple[jax.Array, jax.Array]
+    others: list[jax.Array]
 
 
 def digits_reason(call: AttentionCall) -> str | None:
@@ -62,10 +76,10 @@ def backward_of_single(
     if params.form == "alone" and alone_plan(describe(operands, rules), params).single:
         return backward(operands, residuals, dout, rules, params, **options)
     out, lse = residuals
-    half = _half(operands, out if rules.partial else None)
     dout = _only(_counted(operands.query_lengths, dout.shape[1]), dout)
+    half = _half(operands, dout, out if rules.partial else None)
     scaled = out * half.value, lse
-    factor = _cotangent_factor(half.operands, scaled[0], dout, rules)
+    factor = _cotangent_factor(half, scaled[0], dout, rules)
     found = backward(half.operands, scaled, dout * factor, rules, params, raised=_RAISED, **options)
     dquery, dkey, dvalue, dbias = jax.tree.map(lambda x: x.astype(jnp.float32) / factor, found)
     if dbias is not None and operands.bias is not None:
@@ -74,20 +88,26 @@ def backward_of_single(
     return dquery / half.value * half.query, dkey / half.value / half.query, dvalue, dbias
 
 
-def _half(operands: Operands, out: jax.Array | None = None) -> _Half:
-    """Return the operands in float16; `out` is the output of rows that also see other values, if these may be larger.
+def _half(operands: Operands, dout: jax.Array | None = None, out: jax.Array | None = None) -> _Half:
+    """Return the operands in float16, and the exponents of a cotangent.
 
-    The gradient of the scores is as large as these. With a factor of its values alone, the cotangent would need a
-    factor with which the gradient of the values has no digits left.
+    `out` is the output of rows that also see other values, if these may be larger: the gradient of the scores is as
+    large as these. With a factor of its values alone, the cotangent would need a factor with which the gradient of the
+    values has no digits left.
     """
     axes, (query, key, value) = _axes(operands), _without_padding(operands)
-    at_query = power_of_two((exponents(key, axes) - exponents(query, axes)) // 2)
-    of_value = exponents(value, axes)
-    at_value = power_of_two(-(of_value if out is None else jnp.maximum(of_value, exponents(out, axes))))
+    own, others = (query, key, value), [x for x in (dout, out) if x is not None]
+    # In a program with the forward, the exponents of its operands are computed once.
+    shares = sum(x.size for x in (*own, *others)) > _SHORT
+    reads = [own, others] if shares else [(*own, *others)]
+    of_query, of_key, of_value, *of_others = [of_array for read in reads for of_array in exponents_of(read, axes)]
+    shift = (of_key - of_query) // 2
+    at_query = power_of_two(shift)
+    at_value = power_of_two(-(of_value if out is None else jnp.maximum(of_value, of_others[-1])))
     scaled = (query * at_query, key / at_query, value * at_value)
-    return _Half(
-        operands._replace(**dict(zip(Operands._fields, map(_rounded, scaled), strict=False))), at_query, at_value
-    )
+    halves = dict(zip(Operands._fields, map(_rounded, scaled), strict=False))
+    largest = [jnp.minimum(power_of_two(exponent), _LARGEST) for exponent in (of_query + shift, of_key - shift)]
+    return _Half(operands._replace(**halves), at_query, at_value, (largest[0], largest[1]), of_others)
 
 
 def _without_padding(operands: Operands) -> tuple[jax.Array, ...]:
@@ -122,38 +142,60 @@ def _rounded(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -_LARGEST, _LARGEST), x).astype(jnp.float16)
 
 
-def _cotangent_factor(operands: Operands, out: jax.Array, dout: jax.Array, rules: Rules) -> jax.Array:
+def _cotangent_factor(half: _Half, out: jax.Array, dout: jax.Array, rules: Rules) -> jax.Array:
     """Return the power of two for the cotangent with which no gradient can be out of range.
 
     The weights of a row add up to 1. Those of a column may add up to the number of queries, if all of them see only
     this key, so that its gradients are sums over all rows of the heads that share it.
     """
-    axes = _axes(operands)
-    # NaN in one example must not decide the factor of others.
-    query, key, value, out, dout = (
-        jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32) for x in (*operands[:3], out, dout)
+    first = power_of_two(-half.others[0])  # before its squares are summed
+    norms = _norms(half, out, dout * first, rules)
+    kept = 1 - rules.dropout_rate
+    slope = 2 * norms.value / kept  # times the norm of a row's cotangent, it limits the gradient of the row's scores
+    limits = (
+        slope * norms.row * 2**_RAISED,
+        slope * norms.row * rules.scale * half.largest[1],
+        slope * norms.queries * rules.scale,
+        norms.rows / kept,
     )
-    groups = key.shape[2]
+    bound: Any = functools.reduce(jnp.maximum, limits)
+    return first * power_of_two(-jnp.frexp(bound / _ROOM)[1])
+
+
+class _Norms(NamedTuple):
+    """Upper bounds: of the norms of values and of rows of the cotangent, and of sums over the rows that share a key."""
+
+    value: Any
+    row: Any
+    rows: Any  # the sum of the norms
+    queries: Any  # the sum of the norms times those of the queries
+
+
+def _norms(half: _Half, out: jax.Array, dout: jax.Array, rules: Rules) -> _Norms:
+    """Return bounds for operands, an output and a cotangent; the largest magnitude of value and cotangent is below 1.
+
+    For few rows and keys, nothing is read: the bounds are 10 to 100 times as large, and six kernels fewer start.
+    """
+    (query, key, value), (queries, heads) = half.operands[:3], dout.shape[1:3]
+    shares = heads // key.shape[2]
+    count = queries * shares
+    if max(count, key.shape[1]) <= _FEW and not rules.partial:
+        columns = math.sqrt(value.shape[3])
+        return _Norms(columns, columns, count * columns, count * columns * math.sqrt(query.shape[3]) * half.largest[0])
 
     def norms(x: jax.Array) -> jax.Array:
-        return jnp.sqrt(jnp.square(x).sum(axis=3, keepdims=True))
+        # NaN in one example must not decide the factor of others.
+        finite = jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32)
+        return jnp.sqrt(jnp.square(finite).sum(axis=3))
 
     def largest(x: jax.Array) -> jax.Array:
-        return jnp.abs(x).max(axis=axes, keepdims=True, initial=0)
+        most = x.max(axis=(0, 1, 2) if 0 in _axes(half.operands) else (1, 2), initial=0)
+        return most.reshape(-1, 1, 1, 1)
 
     def largest_sum(x: jax.Array) -> jax.Array:  # over the rows of the heads of a group
-        return largest(x.reshape(*x.shape[:2], groups, -1, 1).sum(axis=(1, 3))[:, None])
+        return largest(x.reshape(*x.shape[:2], -1, shares).sum(axis=(1, 3))[:, None])
 
-    first = power_of_two(-exponents(dout, axes))  # before its squares are summed
-    most = largest(norms(value)) / (1 - rules.dropout_rate)
+    rows, most = norms(dout), largest(norms(value))
     if rules.partial:  # otherwise the output is a mean of these values
         most = jnp.maximum(most, largest(norms(out)))
-    rows, slope = norms(dout * first), 2 * most
-    of_scores = slope * rows  # limits the gradient of the scores of each row
-    limits = (
-        largest(of_scores) * 2**_RAISED,
-        largest(of_scores) * rules.scale * largest(key),
-        largest_sum(of_scores * norms(query)) * rules.scale,
-        largest_sum(rows) / (1 - rules.dropout_rate),
-    )
-    return first * power_of_two(-exponents(jnp.stack(limits).max(axis=0) / _ROOM, axes))
+    return _Norms(most, largest(rows), largest_sum(rows), largest_sum(rows * norms(query)))
