@@ -151,8 +151,12 @@ def test_examples_of_vmap_share_a_bias(interpret):
         ({"heads": 8, "groups": 8, "queries": 5, "keys": 8}, {"rules": Rules(scale=0.3, right=0)}),
         ({"heads": 8, "groups": 2, "queries": 13, "keys": 9}, {"bias": (1, 8, 13, 9), "mask": (3, 1, 13, 9)}),
         ({"heads": 6, "groups": 6, "queries": 20, "keys": 30}, {"bias": (3, 1, 1, 30), "mask": (1, 6, 1, 30)}),
+        ({"heads": 8, "groups": 1, "queries": 6, "keys": 30}, {"rules": Rules(scale=0.3, right=2)}),
+        ({"heads": 8, "groups": 2, "queries": 5, "keys": 42}, {"bias": (1, 8, 5, 42)}),
+        ({"heads": 12, "groups": 2, "queries": 13, "keys": 15}, {"mask": (3, 1, 1, 15)}),
+        ({"heads": 8, "groups": 2, "queries": 6, "keys": 14}, {"mask": (1, 8, 1, 14)}),
     ],
-    ids=["eight", "four", "two"],
+    ids=["eight", "four", "two", "one key head", "four of a key head", "four of two key heads", "own masks"],
 )
 def test_heads_share_a_matrix_of_scores(interpret, sizes, more, dtype):
     """Each head sees its own keys; lengths, masks, biases and sinks are those of the head."""
@@ -420,6 +424,23 @@ def test_as_many_heads_share_a_matrix_as_fit(sizes, together):
     assert alone_support.alone_plan(call_of(case), params).together == together
     few = call_of(dataclasses.replace(case, batch=10))
     assert alone_support.alone_plan(few, params).together == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "queries", "keys", "found"),
+    [
+        (8, 1, 8, 30, (8, 1, 32)),
+        (8, 2, 8, 8, (8, 2, 16)),
+        (8, 2, 5, 42, (4, 1, 64)),
+        (12, 2, 16, 16, (4, 2, 16)),
+        (6, 2, 16, 16, (2, 2, 16)),
+        (7, 1, 8, 8, (1, 1, 32)),
+    ],
+)
+def test_heads_of_a_bundle_share_the_rows_of_a_key_head(heads, groups, queries, keys, found):
+    case = dataclasses.replace(SHORT, batch=300, heads=heads, groups=groups, queries=queries, keys=keys)
+    plan = alone_support.alone_plan(call_of(case), ForwardParams(alone=True, kv_block=64))
+    assert (plan.together, plan.key_heads, plan.key_tokens) == found
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

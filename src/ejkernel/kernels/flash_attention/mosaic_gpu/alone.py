@@ -90,7 +90,7 @@ class _AloneKernel:
                 types[name] = tiled(buffer.shape, dtype, buffer.swizzle)
             else:
                 types[name] = self.matrices.type(buffer, dtype)
-        copies = sum(self.pieces(self.staged(name)) for name, _ in self._slabs()) * plan.together
+        copies = sum(self.pieces(self.staged(name)) * plan.heads_of(name) for name, _ in self._slabs())
         # Teams share no stage: each must wait for every copy into its stages.
         types["pipeline"] = Pipeline.types(plan.teams * plan.stages, consumers=plan.team, copies=copies)
         if plan.team > 1 and (plan.backward or plan.single):
@@ -127,23 +127,23 @@ class _AloneKernel:
         stage = self.memory.pipeline.stage(number)
         return Item(quotient(place, plan.bundles), remainder(place, plan.bundles), stage)
 
-    def _heads(self, item: Item, slab: Any, rows: int) -> list[tuple[Any, Any, Any]]:
-        """Return head, rows in its array, and rows in shared memory for each copy of a slab.
+    def _heads(self, name: str, item: Item, slab: Any, rows: int) -> list[tuple[Any, Any, Any]]:
+        """Return head, rows in its array, and rows in shared memory for each copy to or from a slab.
 
-        Copies leave out rows past the end of the array.
+        Copies leave out rows past the end of the array. Key heads count once for all heads of a bundle that share one.
         """
         # Computed, because Pallas refuses constants out of bounds.
         start = lax.add(np.int32(slab * ROWS), np.int32(0)) if isinstance(slab, int) else slab * ROWS
-        size = rows if self.plan.together == 1 else self.plan.tokens
-        first = item.bundle * self.plan.together
-        return [(first + n, pl.ds(start, size), pl.ds(n * size, size)) for n in range(self.plan.together)]
+        heads = self.plan.heads_of(name)
+        size = rows // heads
+        return [(item.bundle * heads + n, pl.ds(start, size), pl.ds(n * size, size)) for n in range(heads)]
 
-    def store(self, name: str, at: tuple[Any, ...], value: jax.Array, output: int, part: Part) -> None:
-        """Start storing a consumer's rows through a buffer that no product needs any more."""
-        target, buffer = self.outputs[output], getattr(self.memory, name)
+    def store(self, name: str, buffer: Any, at: tuple[Any, ...], value: jax.Array, output: int, part: Part) -> None:
+        """Start storing a consumer's rows of an array through a buffer that no product needs any more."""
+        target = self.outputs[output]
         self.matrices.assign(buffer, at, value.astype(target.dtype))
         plgpu.commit_smem()
-        for head, rows, own in self._heads(part.item, part.slab, ROWS):
+        for head, rows, own in self._heads(name, part.item, part.slab, self.plan.rows(name)):
             self.matrices.copy_out(buffer, (*at, own), target, (part.item.example, rows, head))
 
     def _produce(self, count: Any) -> None:
@@ -157,8 +157,9 @@ class _AloneKernel:
                 # Consumers convert whole slabs, so that none of their rows may have any values.
                 size = ROWS if self.plan.single else self.plan.rows(name)
                 source, buffer = getattr(self.inputs, name), getattr(self.memory, self.staged(name))
-                for head, rows, own in self._heads(item, slab, size):
-                    group = quotient(head, self.plan.heads // self.plan.groups) if name in ("key", "value") else head
+                shares = self.plan.heads // self.plan.groups // self.plan.sharing
+                for head, rows, own in self._heads(name, item, slab, size):
+                    group = quotient(head, shares) if name in ("key", "value") else head
                     at, full = (item.stage, slab, own), pipeline.full.at[item.stage]
                     self.matrices.copy_in(source, (item.example, rows, group), buffer, at, full)
 
@@ -278,13 +279,14 @@ class _AloneKernel:
         row, column = (plgpu.broadcasted_iota(jnp.int32, self.square, axis, layout=WGMMA) for axis in (0, 1))
         apart, first = [], part.slab * ROWS + (plan.keys - plan.queries)
         if plan.together > 1:
-            apart = [quotient(row, plan.tokens) == quotient(column, plan.tokens)]
-            row, column = wrapped(row, plan.tokens), wrapped(column, plan.tokens)
+            if plan.key_heads > 1:
+                apart = [quotient(row, plan.tokens * plan.sharing) == quotient(column, plan.key_tokens)]
+            row, column = wrapped(row, plan.tokens), wrapped(column, plan.key_tokens)
         conditions = apart + within_window(plan.rules, row + first, column)
         if plan.key_lengths:
             # The maximum gives the length the type of values computed here, on any mesh axis that it varies over.
             conditions.append(column < jnp.maximum(self.inputs.key_lengths[part.item.example], 0))
-        elif plan.keys < (plan.columns if plan.together == 1 else plan.tokens):
+        elif plan.keys < plan.key_slabs * plan.key_tokens:
             conditions.append(column < plan.keys)
         return conditions
 
@@ -324,7 +326,8 @@ class ForwardKernel(_AloneKernel):
             pipeline.consumer_release(part.item.stage)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous output must have left the buffer
         out = out * along_rows(found.share, out.shape)
-        self.store("out", (part.warpgroup,), undone(out, raised["value"]) if plan.single else out, 0, part)
+        out = undone(out, raised["value"]) if plan.single else out
+        self.store("out", self.memory.out, (part.warpgroup,), out, 0, part)
         self.outputs[1].at[part.item.example, part.item.bundle, pl.ds(part.slab * ROWS, ROWS)][...] = found.lse
         return sums
 
@@ -335,9 +338,12 @@ class BackwardKernel(_AloneKernel):
     name = "attention_backward_alone"
 
     def out_types(self, inputs: AloneInputs) -> list[jax.ShapeDtypeStruct]:
-        """See `_AloneKernel`; each query head has gradients of keys and values, which XLA adds up for a key head."""
+        """See `_AloneKernel`; XLA adds up the gradients of keys and values of several bundles."""
         plan = self.plan
-        types = [jax.ShapeDtypeStruct((*x.shape[:2], plan.heads, x.shape[3]), x.dtype) for x in inputs[:3]]
+        types = [
+            jax.ShapeDtypeStruct((*x.shape[:2], plan.bundles * plan.heads_of(name), x.shape[3]), x.dtype)
+            for name, x in zip(plan.operands[:3], inputs[:3], strict=True)
+        ]
         if inputs.bias is not None:
             terms = plan.programs // plan.bundles * plan.teams if plan.keeps_heads else plan.batch
             types.append(jax.ShapeDtypeStruct((terms, plan.bundles, plan.team * ROWS, plan.columns), jnp.float32))
@@ -382,7 +388,8 @@ class BackwardKernel(_AloneKernel):
 
         def store(name: str, gradient: jax.Array, *factors: str) -> None:
             gradient = undone(gradient, *(raised[name] for name in factors)) if raised else gradient
-            self.store(self.staged(name), (stage, part.slab), gradient, plan.operands.index(name), part)
+            buffer = getattr(memory, self.staged(name))
+            self.store(name, buffer, (stage, part.slab), gradient, plan.operands.index(name), part)
 
         store("value", dvalue * factor, "dout")
 

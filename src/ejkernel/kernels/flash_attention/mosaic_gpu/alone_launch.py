@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.kernels._hopper.backend import backend_for
 from ejkernel.kernels.flash_attention._batches import fold_examples
@@ -61,7 +62,7 @@ def backward_alone(
             if factor is not None:
                 inputs = inputs._replace(factor=jnp.broadcast_to(factor.ravel(), plan.batch))
             dquery, dkey, dvalue, *dbias = BackwardKernel(plan, backend_for(interpret)).run(inputs)
-            found = [dquery, *(sum_of_heads(x, plan.heads // plan.groups) for x in (dkey, dvalue))]
+            found = [dquery, *(sum_of_heads(x, x.shape[2] // plan.groups) for x in (dkey, dvalue))]
         found = [x[..., : like.shape[3]] for x, like in zip(found, operands[:3], strict=True)]
         return *found, *(_gradient_of_bias(x, operands, plan) for x in dbias)
 
@@ -110,25 +111,34 @@ def _in_slabs(x: jax.Array, plan: AlonePlan, rows: int) -> jax.Array:
     If they have one row, it is that of all queries.
     """
     x = jnp.broadcast_to(x, (*x.shape[:2], rows, plan.keys))
-    most = (plan.team * ROWS, plan.key_slabs * ROWS) if plan.together == 1 else (plan.tokens, plan.tokens)
+    most = (plan.team * ROWS, plan.key_slabs * ROWS) if plan.together == 1 else (plan.tokens, plan.key_tokens)
     x = jnp.pad(x, [(0, 0), (0, 0), (0, most[0] - rows if rows > 1 else 0), (0, most[1] - plan.keys)])
     if plan.together == 1:
         return x
-    x = jnp.repeat(x, plan.together, axis=1) if x.shape[1] == 1 else x
-    x = x.reshape(len(x), -1, plan.together, *x.shape[2:])
+    if x.shape[1] == 1:
+        x = jnp.repeat(x, plan.key_heads if rows == 1 else plan.together, axis=1)
+    x = x.reshape(len(x), -1, plan.key_heads if rows == 1 else plan.together, *x.shape[2:])
     if rows == 1:
-        return x.reshape(*x.shape[:2], 1, ROWS)
-    own = jnp.eye(plan.together, dtype=bool)[:, None, :, None]
-    return jnp.where(own, x[:, :, :, :, None], 0).reshape(*x.shape[:2], ROWS, ROWS)
+        x = x.reshape(*x.shape[:2], 1, plan.key_rows)
+    else:
+        own = jnp.asarray(_key_head_of(plan)[:, None] == np.arange(plan.key_heads))[:, None, :, None]
+        x = jnp.where(own, x[:, :, :, :, None], 0).reshape(*x.shape[:2], ROWS, plan.key_rows)
+    return jnp.pad(x, [(0, 0)] * 3 + [(0, ROWS - plan.key_rows)])
+
+
+def _key_head_of(plan: AlonePlan) -> np.ndarray:
+    """Return the key head of each head of a bundle."""
+    return np.arange(plan.together) // plan.sharing
 
 
 def _gradient_of_bias(terms: jax.Array, operands: Operands, plan: AlonePlan) -> jax.Array:
     """Return the sum of the kernel's terms, as the gradient of a bias of any broadcast shape."""
     bias: Any = operands.bias
     if plan.together > 1:
-        split = (plan.together, plan.tokens)
-        terms = jnp.diagonal(terms.reshape(*terms.shape[:2], *split, *split), axis1=2, axis2=4)
-        terms = jnp.moveaxis(terms, -1, 2).reshape(len(terms), plan.heads, plan.tokens, plan.tokens)
+        terms = terms.reshape(*terms.shape[:2], plan.together, plan.tokens, plan.key_heads, plan.key_tokens)
+        at = _key_head_of(plan)[:, None, None, None]
+        terms = jnp.take_along_axis(terms, jnp.asarray(at)[None, None], axis=4)
+        terms = terms.reshape(len(terms), plan.heads, plan.tokens, plan.key_tokens)
     terms = terms[:, :, : plan.queries, : plan.keys]
     axes = tuple(axis for axis, size in enumerate(bias.shape) if size == 1)
     return terms.sum(axis=axes, keepdims=True).astype(bias.dtype)

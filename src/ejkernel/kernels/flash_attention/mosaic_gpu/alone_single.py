@@ -105,7 +105,7 @@ def _counted(kernel: Any, part: Any, slab: Any, shape: tuple[int, ...]) -> jax.A
     inputs, hidden, counted = kernel.inputs, kernel.inputs.hidden, None
     if inputs.key_lengths is not None:
         row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA) + slab * ROWS
-        row = row if kernel.plan.together == 1 else wrapped(row, kernel.plan.tokens)
+        row = row if kernel.plan.key_heads == 1 else wrapped(row, kernel.plan.key_tokens)
         counted = row < inputs.key_lengths[part.item.example]
     if hidden is not None and hidden.shape[2] == 1:
         at = (*broadcast_index(hidden, part.item.example, part.item.bundle), 0, pl.ds(slab * ROWS, ROWS))

@@ -31,13 +31,15 @@ class AlonePlan(AttentionSizes):
 
     Matrices are in slabs of 64 rows. A head has a team of consumers, one for each slab of queries; in the backward,
     each of them also computes the gradients of a slab of keys. Several heads of up to 32 tokens are one bundle: they
-    share a slab, one after the other, and a matrix of scores, where each sees itself.
+    share a slab, one after the other, and a matrix of scores, where each sees its keys. A key head is there once for
+    all heads of the bundle that share it.
 
     Attributes:
         dtype: Of the operands of products.
         single: Whether the arrays are in float32, and the kernel converts them.
         key_lengths: Whether examples have key lengths.
         bias: The first two sizes of the bias; `None` without one.
+        own_keys: Whether heads hide keys of their own, so that each copies, and converts, its keys.
         backward: Whether the launch computes gradients.
         raised: As in `BackwardProblem`.
         consumers: Consumer warpgroups.
@@ -48,6 +50,7 @@ class AlonePlan(AttentionSizes):
     single: bool
     key_lengths: bool
     bias: tuple[int, ...] | None
+    own_keys: bool
     backward: bool
     raised: int
     consumers: int
@@ -65,18 +68,36 @@ class AlonePlan(AttentionSizes):
 
     @property
     def together(self) -> int:
-        """Heads of a bundle: a power of two; 1 if some multiprocessors would have no bundle."""
-        return next((n for n in self._bundles_that_fit if self.batch * self.heads >= n * MULTIPROCESSORS), 1)
+        """Heads of a bundle: the fewest with which a multiprocessor has the fewest bundles."""
+        return min((1, *self._bundles_that_fit), key=lambda n: -(-self.batch * self.heads // (n * MULTIPROCESSORS)))
 
     @property
     def _bundles_that_fit(self) -> list[int]:
-        longest = max(self.queries, self.keys)
-        return [n for n in (8, 4, 2) if longest * n <= ROWS and self.heads % n == 0]
+        sizes = {n: max(n * self.queries, n // self._sharing(n) * self.keys) for n in (2, 4, 8)}
+        return [n for n, size in sizes.items() if size <= ROWS and self.heads % n == 0]
+
+    def _sharing(self, together: int) -> int:
+        return 1 if self.own_keys else math.gcd(together, self.heads // self.groups)
+
+    @property
+    def sharing(self) -> int:
+        """Heads of a bundle that share the rows of a key head."""
+        return self._sharing(self.together)
+
+    @property
+    def key_heads(self) -> int:
+        """Key heads of a bundle."""
+        return self.together // self.sharing
 
     @property
     def tokens(self) -> int:
-        """Rows of a head in a slab."""
+        """Rows of a head in a slab of queries."""
         return ROWS // self.together
+
+    @property
+    def key_tokens(self) -> int:
+        """Rows of a key head in a slab that products take."""
+        return self.key_rows // self.key_heads
 
     @property
     def bundles(self) -> int:
@@ -103,7 +124,9 @@ class AlonePlan(AttentionSizes):
     @property
     def key_rows(self) -> int:
         """Rows of a slab of keys that products take."""
-        return self._rows(self.keys)
+        if self.single and self.key_heads > 1:  # the kernel converts whole slabs
+            return ROWS
+        return _FEW if self.key_heads * self.keys <= _FEW else ROWS
 
     @property
     def key_slabs(self) -> int:
@@ -121,10 +144,13 @@ class AlonePlan(AttentionSizes):
 
     def rows(self, name: str) -> int:
         """Return how many rows of an operand's slab products by rows take."""
-        return self.key_rows if name in ("key", "value") else self._rows(self.queries)
+        if name in ("key", "value"):
+            return self.key_rows
+        return _FEW if self.queries <= _FEW and self.together == 1 else ROWS
 
-    def _rows(self, length: int) -> int:
-        return _FEW if length <= _FEW and self.together == 1 else ROWS
+    def heads_of(self, name: str) -> int:
+        """Return how many heads of an operand a bundle has."""
+        return self.key_heads if name in ("key", "value") else self.together
 
     @property
     def columns(self) -> int:
@@ -173,6 +199,7 @@ def alone_plan(call: AttentionCall, params: ForwardParams | BackwardParams, rais
         single=False,
         key_lengths=call.key_lengths,
         bias=None if call.bias is None else call.bias[:2],
+        own_keys=call.attention_mask is not None and call.attention_mask[1] > 1 and call.attention_mask[2] == 1,
         backward=isinstance(params, BackwardParams),
         raised=raised or 0,
         consumers=params.warpgroups,
