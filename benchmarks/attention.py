@@ -55,6 +55,11 @@ def ours(case: Case, *, implementation: str | None = None) -> Attention:
     )
 
 
+def _window(case: Case) -> tuple[int, int] | None:
+    """Return the window as the alternatives count it."""
+    return None if case.window is None else (case.window - 1, 0 if case.causal else case.keys)
+
+
 def _mask(given: dict[str, Any]) -> jax.Array | None:
     """Return the mask of a call that has no segment ids to take."""
     segments = given.get("segment_ids")
@@ -66,7 +71,6 @@ def by_jax(case: Case, *, implementation: Literal["cudnn", "xla"]) -> Attention:
     """Return the call of `jax.nn.dot_product_attention`, with a mask where the segments need one."""
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> jax.Array:
-        window: Any = None if case.window is None else (case.window - 1, 0)
         return jax.nn.dot_product_attention(
             query,
             key,
@@ -74,7 +78,7 @@ def by_jax(case: Case, *, implementation: Literal["cudnn", "xla"]) -> Attention:
             given.get("bias"),
             _mask(given),
             is_causal=case.causal,
-            local_window_size=window,
+            local_window_size=_window(case),
             key_value_seq_lengths=given.get("key_lengths"),
             implementation=implementation,
         )
@@ -97,7 +101,7 @@ def by_tokamax(case: Case) -> Attention:
             mask=_mask(given),
             is_causal=case.causal,
             logits_soft_cap=case.cap,
-            local_window_size=None if case.window is None else (case.window - 1, 0),
+            local_window_size=_window(case),
             key_value_seq_lengths=given.get("key_lengths"),
         )
         return result

@@ -58,6 +58,21 @@ def test_calls_with_few_tiles_use_our_kernels():
     assert [preference(dataclasses.replace(few, backward=x)) for x in (False, True)] == [1, 1]
 
 
+@pytest.mark.parametrize(("dim", "ours"), [(80, 1), (104, 0), (128, 1)])
+def test_one_tile_of_odd_columns_is_left_to_cudnn(dim, ours):
+    call = call_of(case_named(f"full B512 T100 H8/8 D{dim}"))
+    assert FlashAttention.implementations["mosaic_gpu"].preference(call) == ours
+
+
+def test_a_bias_of_bfloat16_leaves_room_for_tiles_of_two_warpgroups():
+    call = dataclasses.replace(call_of(case_named("causal B4 T2048 H16/16 D128")), bias=(4, 16, 2048, 2048))
+    found = [
+        FlashAttention.implementations["mosaic_gpu"].heuristic(dataclasses.replace(call, bias_dtype=dtype))
+        for dtype in ("bfloat16", "float32")
+    ]
+    assert [(one.warpgroups, one.kv_block) for one in found] == [(2, 128), (2, 96)]
+
+
 def test_gradients_of_few_keys_whose_queries_cannot_be_divided_use_cudnn():
     preference = FlashAttention.implementations["mosaic_gpu"].preference
     call = next(one.call for one in MEASURED if one.call.backward and one.gain > 0.2)
