@@ -143,23 +143,31 @@ def test_examples_of_vmap_share_a_bias(interpret):
         np.testing.assert_allclose(found[number], pull(query[number], dout[number]), rtol=0.03, atol=0.02)
 
 
+TOGETHER = {
+    "eight": ({"heads": 8, "groups": 8, "queries": 5, "keys": 8}, {"rules": Rules(scale=0.3, right=0)}),
+    "four": ({"heads": 8, "groups": 2, "queries": 13, "keys": 9}, {"bias": (1, 8, 13, 9), "mask": (3, 1, 13, 9)}),
+    "two": ({"heads": 6, "groups": 6, "queries": 20, "keys": 30}, {"bias": (3, 1, 1, 30), "mask": (1, 6, 1, 30)}),
+    "one key head": ({"heads": 8, "groups": 1, "queries": 6, "keys": 30}, {"rules": Rules(scale=0.3, right=2)}),
+    "four of a key head": ({"heads": 8, "groups": 2, "queries": 5, "keys": 42}, {"bias": (1, 8, 5, 42)}),
+    "four of two key heads": ({"heads": 12, "groups": 2, "queries": 13, "keys": 15}, {"mask": (3, 1, 1, 15)}),
+    "own masks": ({"heads": 8, "groups": 2, "queries": 6, "keys": 14}, {"mask": (1, 8, 1, 14)}),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    ("sizes", "more"),
+    ("name", "dtype"),
     [
-        ({"heads": 8, "groups": 8, "queries": 5, "keys": 8}, {"rules": Rules(scale=0.3, right=0)}),
-        ({"heads": 8, "groups": 2, "queries": 13, "keys": 9}, {"bias": (1, 8, 13, 9), "mask": (3, 1, 13, 9)}),
-        ({"heads": 6, "groups": 6, "queries": 20, "keys": 30}, {"bias": (3, 1, 1, 30), "mask": (1, 6, 1, 30)}),
-        ({"heads": 8, "groups": 1, "queries": 6, "keys": 30}, {"rules": Rules(scale=0.3, right=2)}),
-        ({"heads": 8, "groups": 2, "queries": 5, "keys": 42}, {"bias": (1, 8, 5, 42)}),
-        ({"heads": 12, "groups": 2, "queries": 13, "keys": 15}, {"mask": (3, 1, 1, 15)}),
-        ({"heads": 8, "groups": 2, "queries": 6, "keys": 14}, {"mask": (1, 8, 1, 14)}),
+        *itertools.product(["eight", "four", "two"], ["bfloat16", "float32"]),
+        ("one key head", "float32"),
+        ("four of a key head", "bfloat16"),
+        ("four of two key heads", "float32"),
+        ("own masks", "float32"),
     ],
-    ids=["eight", "four", "two", "one key head", "four of a key head", "four of two key heads", "own masks"],
 )
-def test_heads_share_a_matrix_of_scores(interpret, sizes, more, dtype):
+def test_heads_share_a_matrix_of_scores(interpret, name, dtype):
     """Each head sees its own keys; lengths, masks, biases and sinks are those of the head."""
+    sizes, more = TOGETHER[name]
     case = dataclasses.replace(SHORT, **sizes, **more)
     operands = case.operands(dtype)
     keys, heads = sizes["keys"], sizes["heads"]

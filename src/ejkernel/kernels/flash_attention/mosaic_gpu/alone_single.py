@@ -40,11 +40,14 @@ def convert(kernel: Any, part: Any) -> dict[str, jax.Array]:
         slabs = range(kernel.plan.slabs(name)) if kernel.plan.team == 1 else [part.slab]
         largest = plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), WGMMA.reduce(1))
         for slab in slabs:
-            for x in _staged(kernel, name, part, slab):
+            pieces = _staged(kernel, name, part, slab)
+            for x in pieces:
                 largest = jnp.maximum(largest, largest_of_rows(x))
         raised[name] = exponent(kernel, part, number, largest)
         for slab in slabs:
-            _store(kernel, name, part, slab, power_of_two(raised[name]))
+            # One slab stays in registers.
+            pieces = pieces if len(slabs) == 1 else _staged(kernel, name, part, slab)
+            _store(kernel, name, part, slab, pieces, power_of_two(raised[name]))
     plgpu.commit_smem()
     kernel.await_team(kernel.memory.shared, part)
     return raised
@@ -84,9 +87,8 @@ def undone(x: jax.Array, *raised: jax.Array) -> jax.Array:
     return x
 
 
-def _store(kernel: Any, name: str, part: Any, slab: Any, factor: jax.Array) -> None:
+def _store(kernel: Any, name: str, part: Any, slab: Any, pieces: list[jax.Array], factor: jax.Array) -> None:
     """Store a slab in float16."""
-    pieces = _staged(kernel, name, part, slab)
     x = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
     half = (x * along_rows(factor, x.shape)).astype(jnp.float16)
     kernel.matrices.assign(getattr(kernel.memory, name), (part.team, slab), half)
