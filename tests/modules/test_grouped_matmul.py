@@ -62,7 +62,12 @@ def assert_equal(expected, actual):
     ("changes", "words"),
     [
         ({"lhs": [1.0]}, r"lhs must be a floating-point array \[m, k\], got list; pass a JAX or NumPy array"),
-        ({"lhs": LHS.astype("int8")}, r"lhs must be .* \[m, k\], got dtype int8; cast it, e.g. to bfloat16"),
+        ({"lhs": LHS.astype("int16")}, r"lhs must be .* \[m, k\], got dtype int16; cast it, e.g. to bfloat16"),
+        (
+            {"lhs": LHS.astype("int8")},
+            r"lhs must be .* of 16 bits or more, got int8\[.*; pass Quantized\(values, scale",
+        ),
+        ({"rhs": RHS.astype("float8_e5m2")}, r"rhs must be .* of 16 bits or more, got float8_e5m2\[.*; pass Quantized"),
         ({"lhs": jnp.ones((2, 3, 4))}, r"lhs must be \[m, k\], got shape \(2, 3, 4\); reshape it"),
         ({"rhs": jnp.ones((4, K, N), int)}, r"rhs must be a floating-point array \[groups, k, n\], got dtype int32"),
         ({"rhs": RHS.astype("bfloat16")}, "one dtype, got float32 and bfloat16; cast"),

@@ -84,11 +84,15 @@ def test_a_tangent_says_what_to_do(kind):
         lambda: jax.jvp(layer, (x,), (x,)),
         lambda: jax.jit(lambda x: jax.jvp(layer, (x,), (x,)))(x),
         lambda: jax.vmap(lambda t: jax.jvp(layer, (x,), (t,)))(x[None]),
+        lambda: jax.vmap(lambda x: jax.jvp(jax.jit(layer), (x,), (x,)))(x[None]),
+        lambda: jax.jacfwd(jax.jit(layer))(x),
     ):
         with pytest.raises(UnsupportedError, match=r"no tangents .*Use jax.grad, .* or x @ w or grouped_matmul"):
             push()
-    batched = lambda x: jnp.square(jax.vmap(layer)(x)).sum()  # noqa: E731
-    np.testing.assert_allclose(jax.grad(batched)(x[None])[0], jax.grad(lambda x: jnp.square(layer(x)).sum())(x))
+    expected = jax.grad(lambda x: jnp.square(layer(x)).sum())(x)
+    for form in (layer, jax.jit(layer), jax.checkpoint(layer)):
+        found = jax.grad(lambda x, form=form: jnp.square(jax.vmap(form)(x)).sum())(x[None])[0]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -273,6 +277,19 @@ def test_rejected_arguments_of_a_trained_layer_are_named():
         ({"implementation": "cudnn"}, "implementation must be one of"),
         ({"block": 64}, "block must be 128 or None"),
         ({"scaling": 16}, "scaling must be DelayedScaling or None, got 16"),
+        (
+            {"scaling": DelayedScaling(0.0, 0.0, 0.0)},
+            "scaling.x must be a float32 vector of one or more steps, got float",
+        ),
+        ({"scaling": jax.tree.map(jnp.bfloat16, DelayedScaling.start())}, r"scaling.x must be .* got bfloat16\[16\]"),
+        (
+            {"scaling": DelayedScaling(jnp.ones(2), jnp.ones((2, 2)), jnp.ones(2))},
+            r"scaling.w must be .*, got float32\[2, 2\]; use DelayedScaling.start\(\), and scan or index",
+        ),
+        (
+            {"scaling": DelayedScaling(jnp.ones(2), jnp.ones(2), jnp.ones(0))},
+            r"scaling.gradient must be .* float32\[0\]",
+        ),
         ({"scaling": DelayedScaling.start(), "dtype": "int8"}, "must be float8_e4m3fn or float8_e5m2 with scaling"),
     ):
         call = {"x": normal(4, 16), "w": normal(16, 4)} | change
@@ -284,6 +301,12 @@ def test_rejected_arguments_of_a_trained_layer_are_named():
 def test_rejected_sizes_of_groups_are_named(sizes):
     with pytest.raises(ArgumentError, match="group_sizes must be"):
         quantized_grouped_dense(normal(4, 16), normal(2, 16, 4), sizes)
+
+
+@pytest.mark.parametrize("block", [None, 128])
+def test_matrices_of_groups_with_another_k_are_named(block):
+    with pytest.raises(ArgumentError, match=r"same k; got float32\[4, 16\] and float32\[2, 8, 4\]"):
+        quantized_grouped_dense(normal(4, 16), normal(2, 8, 4), jnp.asarray([1, 3]), block=block)
 
 
 @pytest.mark.slow

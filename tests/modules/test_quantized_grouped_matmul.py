@@ -112,6 +112,18 @@ def test_rejected_arguments_are_named(change, message):
         grouped_matmul(**given)
 
 
+@pytest.mark.slow
+def test_a_gate_may_be_stacked_where_the_matrices_are_not():
+    lhs, rhs = operands("rows")
+    apart = [quantize(matrix.dequantize()) for matrix in (jax.tree.map(lambda a, i=i: a[i], rhs) for i in range(4))]
+    stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *apart)
+    assert stacked.block != rhs.block
+    runs = [
+        grouped_matmul(lhs, w, SIZES, gate=gate, transpose_rhs=True) for w, gate in ((rhs, stacked), (stacked, rhs))
+    ]
+    np.testing.assert_array_equal(*runs)
+
+
 def test_differentiating_a_quantised_operand_raises():
     with pytest.raises(UnsupportedError, match="quantize has no gradient"):
         jax.grad(lambda w: grouped_matmul(normal(16, 256), quantize(w), SIZES, transpose_rhs=True).sum())(

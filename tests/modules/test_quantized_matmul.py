@@ -253,6 +253,35 @@ def test_rows_of_the_result_take_factors(wide):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("axis", [-1, None, (0, 2), (1, 2)])
+@pytest.mark.parametrize("lead", [(1, 4), (4, 1), (2, 3)])
+def test_leading_axes_may_share_scales(lead, axis):
+    """An axis of one element has one scale whether it counts as whole or not."""
+    x, w = quantize(normal(*lead, 64), axis=axis), quantize(normal(64, 8, seed=1), axis=0)
+    found = quantized_matmul(x, w, preferred_element_type="float32")
+    assert_near(found, plain(x, w))
+    apart = quantized_matmul(x.values, w, x_scale=x.scale, preferred_element_type="float32")
+    np.testing.assert_array_equal(apart, found)
+    ones = jnp.ones(lead)
+    assert_near(quantized_matmul(x, w, row_scale=ones, preferred_element_type="float32"), plain(x, w))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_scales_of_any_number_of_layers_are_scanned(layers):
+    x, stacked = normal(4, 64), quantize(normal(layers, 64, 8), axis=1)
+    array = types.SimpleNamespace(qvalue=stacked.values, scale=stacked.scale)
+    scan = lambda w: jax.lax.scan(lambda carry, w: (carry, quantized_matmul(x, w)), 0, w)[1]  # noqa: E731
+    np.testing.assert_array_equal(scan(Quantized.from_qwix(array)), scan(stacked))
+
+
+@pytest.mark.parametrize("inner", [131072, 133144])
+def test_sums_of_the_least_int8_number_do_not_overflow(inner):
+    x = jnp.full((1, inner), -128, "int8")
+    found = quantized_matmul(x, x, x_scale=1, w_scale=1, transpose_w=True, preferred_element_type="float32")
+    np.testing.assert_array_equal(found, [[inner * 2.0**14]])
+
+
+@pytest.mark.slow
 def test_layers_take_stacked_matrices_apart():
     x, stacked = normal(16, 64), quantize(normal(3, 64, 64), block=(32, 32), axis=(1, 2))
     rows = quantize(x, block=32)
@@ -279,6 +308,9 @@ def test_qwix_arrays_are_converted_both_ways(monkeypatch):
         quantize(normal(8, 200), block=128).to_qwix()
     with pytest.raises(ArgumentError, match="zero_point must be None"):
         Quantized.from_qwix(qwix.QArray(made.values, made.scale, made.scale))
+    for other in (3, types.SimpleNamespace(qvalue=made.values)):
+        with pytest.raises(ArgumentError, match=r"array must be a qwix\.QArray, with qvalue and scale; got"):
+            Quantized.from_qwix(other)
 
 
 # --- products ---
@@ -291,6 +323,17 @@ def test_a_scale_may_be_a_python_number():
     np.testing.assert_array_equal(found, jnp.full((2, 3), 4.0))
     with pytest.raises(ArgumentError, match=r"x must be an array and x_scale an array or a number; got .* and bool"):
         quantized_matmul(x, x.T, x_scale=True, w_scale=1.0)
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+@pytest.mark.parametrize("columns", [0, 3])
+def test_scales_of_no_rows_or_columns_have_no_numbers(rows, columns):
+    x, w = jnp.ones((rows, 8), E4M3), jnp.ones((columns, 8), E4M3)
+    for scales in ((jnp.ones(rows), jnp.ones(columns)), (jnp.ones((rows, 1)), jnp.ones((columns, 1)))):
+        found = quantized_matmul(x, w, x_scale=scales[0], w_scale=scales[1], transpose_w=True)
+        np.testing.assert_array_equal(found, jnp.full((rows, columns), 8.0))
+    with pytest.raises(ArgumentError, match=r"sizes that divide \(4, 8\); got float32\[0, 1\]"):
+        quantized_matmul(jnp.ones((4, 8), E4M3), w, x_scale=jnp.ones((0, 1)), w_scale=1.0, transpose_w=True)
 
 
 @pytest.mark.slow
@@ -408,11 +451,11 @@ def test_shards_of_blocks_must_begin_and_end_with_a_block():
             lambda: {"preferred_element_type": "int32"},
             "preferred_element_type must be one of bfloat16, float16, float32",
         ),
-        (lambda: {"x": quantize(normal(4, 16)).values}, "x_scale must be given, because x is float8_e4m3fn"),
+        (lambda: {"x": quantize(normal(4, 16)).values}, r"x_scale must be given, .* float8_e4m3fn\[4, 16\]; pass"),
         (lambda: {"x": normal(4, 16), "x_scale": jnp.ones(4)}, "x_scale must be None, because x is float32"),
         (lambda: {"x_scale": jnp.ones(4)}, "x_scale must be None, because x is Quantized"),
         (lambda: {"x": quantize(normal(4, 16)).values, "x_scale": jnp.ones((4, 3))}, "sizes that divide"),
-        (lambda: {"x": quantize(normal(2, 4, 16), axis=(1, 2))}, "the blocks of x must be one row high"),
+        (lambda: {"x": quantize(normal(2, 4, 16), axis=1, block=2)}, "x must be one row high, .*; use quantize"),
         (lambda: {"x": jnp.ones((4, 16), "int16")}, "x must be Quantized, or an array in bfloat16"),
     ],
 )

@@ -92,6 +92,18 @@ def test_quantize_refuses_explicit_shards_that_cut_a_block():
         quantize(x, block=96)
 
 
+def test_matmuls_refuse_explicit_shards_that_cut_a_block():
+    """The last block is shorter, so the scales of all blocks are on each device."""
+    mesh, x, w = mesh_of(AxisType.Explicit), quantize(normal(8, 1024), block=96), quantize(normal(16, 1024, seed=1))
+    x8 = Quantized(placed(mesh, x.values, None, "b"), placed(mesh, x.scale), x.block)
+    stacked = jax.tree.map(lambda array: jnp.stack([array, array]), w)
+    refused = r"over 'b', but here it cannot be split: .* a shard must begin and end with a block"
+    with pytest.raises(ArgumentError, match=refused):
+        quantized_matmul(x8, w, transpose_w=True)
+    with pytest.raises(ArgumentError, match=refused):
+        grouped_matmul(x8, stacked, jnp.asarray([3, 5]), transpose_rhs=True)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_activations_of_rows_in_16_bits_split_by_rows_and_columns(kind):
     x, factors, mesh = normal(16, 256, dtype=jnp.float32), normal(16, seed=3), mesh_of(kind)

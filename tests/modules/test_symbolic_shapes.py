@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.modules import flash_attention, grouped_matmul, rms_norm
+from ejkernel.modules import (
+    flash_attention,
+    grouped_matmul,
+    quantize,
+    quantized_dense,
+    quantized_grouped_dense,
+    rms_norm,
+)
 from ejkernel.ops import ArgumentError
 
 pytestmark = pytest.mark.slow
@@ -32,6 +39,10 @@ def product_gradients(lhs, rhs):
 
 def attention_gradients(*arrays, **options):
     return jax.grad(lambda *arrays: (attend(*arrays, **options) ** 2).sum(), (0, 1, 2))(*arrays)
+
+
+def dense_gradients(x, w, **options):
+    return jax.grad(lambda x, w: (quantized_dense(x, w, **options) ** 2).sum(), (0, 1))(x, w)
 
 
 NORMS = {
@@ -98,3 +109,20 @@ def test_a_symbolic_head_dim_asks_for_the_scale():
 @pytest.mark.parametrize("shapes", [("b, 8", "3, 8, 4"), ("16, b", "3, b, 2*b")], ids=["rows", "columns"])
 def test_an_exported_gradient_of_a_grouped_product_agrees_with_the_call(shapes):
     check(product_gradients, *shapes)
+
+
+@pytest.mark.parametrize("axis", [0, 1, None])
+def test_an_exported_quantisation_agrees_with_the_call(axis):
+    check(lambda x: quantize(x, axis=axis).dequantize(), "b, 3*b")
+
+
+@pytest.mark.parametrize("block", [None, 128])
+def test_an_exported_gradient_of_a_layer_in_8_bits_agrees_with_the_call(block):
+    check(functools.partial(dense_gradients, block=block), "b, 16", "16, 4")
+
+
+def test_columns_in_groups_of_unknown_sizes_ask_for_a_program_for_each():
+    types = [jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), jnp.float32) for shape in ("b, 8", "2, 8, 4")]
+    layer = lambda lhs, rhs: quantized_grouped_dense(lhs, rhs, jnp.asarray([1, 1]), block=128).sum()  # noqa: E731
+    with pytest.raises(ArgumentError, match=r"known sizes, .* got float32\[b, 8\]; export a program for each size"):
+        jax.eval_shape(jax.grad(layer), *types)

@@ -39,7 +39,7 @@ from ejkernel.kernels.quantized_matmul.grouped.wgrad import SQUARES as _SQUARES
 from ejkernel.kernels.quantized_matmul.grouped.wgrad import QuantizedGroupedWgrad as QuantizedGroupedWgrad
 from ejkernel.kernels.quantized_matmul.grouped.wgrad import QuantizedGroupedWgradConfig as QuantizedGroupedWgradConfig
 from ejkernel.kernels.quantized_matmul.grouped.wgrad import quantized_grouped_wgrad as _quantized_grouped_wgrad
-from ejkernel.kernels.quantized_matmul.quantized import Block, Quantized, is_quantized, quantized_operand
+from ejkernel.kernels.quantized_matmul.quantized import Block, Quantized, full_block, is_quantized, quantized_operand
 from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK as _BLOCK
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.messages.names import names_checked
@@ -256,9 +256,10 @@ def _activated(
     pair = None
     if gate is not None:
         values, scale, block = quantized_operand("gate", gate)
-        if block != rhs_block:
-            wanted = "an array like rhs" if rhs_block is None else f"Quantized like rhs, in blocks {rhs_block}"
-            raise ArgumentError(f"gate must be {wanted}; got {type_text(gate)}, {block}.")
+        own, like = (None if each is None else full_block(each, 3) for each in (block, rhs_block))
+        if own != like:
+            wanted = "an array like rhs" if like is None else f"Quantized like rhs, in blocks {like}"
+            raise ArgumentError(f"gate must be {wanted}; got {type_text(gate)}{'' if own is None else f', {own}'}.")
         pair = (values, scale)
     options |= {"lhs_block": lhs_block, "rhs_block": rhs_block, "quantize": quantize}
     found = _quantized_grouped_activation(

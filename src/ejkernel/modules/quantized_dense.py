@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -17,10 +17,11 @@ from ejkernel import compat
 from ejkernel.kernels._merging import Merging
 from ejkernel.kernels._options import check_values, int32, type_text
 from ejkernel.kernels.grouped_matmul._arguments import check_sizes
+from ejkernel.kernels.quantized_matmul.first_gradients import by_gradients, once
 from ejkernel.kernels.quantized_matmul.operation import OUTPUTS
 from ejkernel.kernels.quantized_matmul.quantized import LARGEST, Quantized, canonical_dtype, quantize_by
 from ejkernel.kernels.quantized_matmul.quantizing.common import BLOCK
-from ejkernel.ops.errors import ArgumentError, UnsupportedError
+from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.messages.names import names_checked
 from ejkernel.ops.utils.values.signature import is_array
 
@@ -119,12 +120,11 @@ def quantized_dense(
         raise ArgumentError(f"block must be {BLOCK} or None, and None with scaling; got {block!r}.")
     if scaling is None:
         return (_blocked if block else _dense)(recipe, x, w)
-    if not isinstance(scaling, DelayedScaling):
-        raise ArgumentError(f"scaling must be DelayedScaling or None, got {scaling!r}; use DelayedScaling.start().")
+    _check_scaling(scaling)
     if not {recipe.dtype, recipe.gradient_dtype} <= set(_FLOATS):
         names = f"{recipe.dtype} and {recipe.gradient_dtype}"
         raise ArgumentError(f"dtype and gradient_dtype must be {' or '.join(_FLOATS)} with scaling; got {names}.")
-    return _delayed(recipe, x, w, jax.tree.map(_by_gradients, scaling))
+    return _delayed(recipe, x, w, jax.tree.map(by_gradients, scaling))
 
 
 @names_checked({})
@@ -168,6 +168,10 @@ def quantized_grouped_dense(
     if not is_array(lhs) or len(lhs.shape) != 2 or not is_array(rhs) or len(rhs.shape) != 3 or lhs.dtype != rhs.dtype:
         raise ArgumentError(
             f"lhs must be [m, k] and rhs [groups, k, n] of the same dtype; got {type_text(lhs)} and {type_text(rhs)}."
+        )
+    if lhs.shape[1] != rhs.shape[1]:
+        raise ArgumentError(
+            f"lhs [m, k] and rhs [groups, k, n] must have the same k; got {type_text(lhs)} and {type_text(rhs)}."
         )
     recipe = _recipe(dtype, gradient_dtype, accumulation, implementation)
     if is_array(block) or block not in (None, BLOCK):
@@ -242,74 +246,31 @@ class _Type:
         return found
 
 
+def _check_scaling(scaling: Any) -> None:
+    """Raise an `ArgumentError` unless the argument is a history, of one layer."""
+    if not isinstance(scaling, DelayedScaling):
+        raise ArgumentError(f"scaling must be DelayedScaling or None, got {scaling!r}; use DelayedScaling.start().")
+    parts = {field.name: getattr(scaling, field.name) for field in dataclasses.fields(scaling)}
+    for name, part in parts.items():
+        if not is_array(part) or part.dtype != jnp.float32 or len(part.shape) != 1 or not part.shape[0]:
+            raise ArgumentError(
+                f"scaling.{name} must be a float32 vector of one or more steps, got {type_text(part)}; use "
+                "DelayedScaling.start(), and scan or index stacked histories of several layers."
+            )
+
+
 def _of_floats(name: str, array: Any) -> jax.Array:
     """Return an argument as a JAX array of a supported dtype."""
     check_values(**{name: array})
     found = jnp.asarray(array)
     if str(found.dtype) not in OUTPUTS:
         raise ArgumentError(f"{name} must be in {', '.join(OUTPUTS)}; got {type_text(found)}. Cast it.")
-    return _by_gradients(found)
+    return by_gradients(found)
 
 
 def _merging(x: Any) -> Merging:
     """Return how the leading axes of `x`, and so of its product, become rows."""
     return Merging.of(x, len(x.shape) - 1)
-
-
-def _once(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a gradient rule; a derivative of its results raises an error."""
-
-    @functools.wraps(rule)
-    def found(recipe: _Recipe, *args: Any) -> Any:
-        return rule(recipe, *_of_first_gradient(*args))
-
-    return found
-
-
-@jax.custom_jvp
-def _of_first_gradient(*args: Any) -> Any:
-    return args
-
-
-@_of_first_gradient.defjvp
-def _no_second_derivative(*_: Any) -> Any:
-    raise UnsupportedError(
-        "quantized_dense and quantized_grouped_dense have no second derivative, because their gradient rounds to 8 "
-        "bits. Use x @ w or grouped_matmul in what is differentiated twice, or pass jax.lax.stop_gradient of all "
-        "arguments to the inner gradient."
-    )
-
-
-# A tangent that is passed to a layer. Gradients transpose it; to compute it is an error, earlier than JAX's own, which
-# names neither the layer nor what to do.
-_tangent_p = compat.tracing.Primitive("quantized_dense_tangent")
-
-
-@jax.custom_jvp
-def _by_gradients(array: jax.Array) -> jax.Array:
-    """Return an argument of a layer, which has gradients but no tangents."""
-    return array
-
-
-@_by_gradients.defjvp
-def _in_transposed_form(primals: tuple[jax.Array], tangents: tuple[Any]) -> tuple[jax.Array, Any]:
-    return *primals, _tangent_p.bind(*tangents)
-
-
-def _no_tangents(*_: Any) -> Any:
-    raise UnsupportedError(
-        "quantized_dense and quantized_grouped_dense have no tangents (jax.jvp, jax.jacfwd, jax.linearize), because "
-        "their gradient is a rule of its own, with matmuls in 8 bits. Use jax.grad, jax.vjp or jax.jacrev, or x @ w or "
-        "grouped_matmul in what needs tangents."
-    )
-
-
-_tangent_p.def_abstract_eval(lambda tangent: tangent)
-_tangent_p.def_impl(_no_tangents)
-compat.programs.register_lowering(_tangent_p, _no_tangents)
-compat.tracing.register_jvp(_tangent_p, _no_tangents)
-compat.tracing.register_transpose(_tangent_p, lambda cotangent, _: [cotangent])
-compat.tracing.register_batching(_tangent_p, lambda _, arrays, axes: (_tangent_p.bind(*arrays), axes[0]))
 
 
 # Current scaling.
@@ -320,12 +281,12 @@ def _dense(recipe: _Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
     return recipe.product(quantize(x, dtype=recipe.dtype), quantize(w.T, dtype=recipe.dtype), x.dtype)
 
 
-@_once
+@once
 def _dense_forward(recipe: _Recipe, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
     return _dense(recipe, x, w), (x, w)
 
 
-@_once
+@once
 def _dense_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = residuals
     dx = recipe.product(quantize(dout, dtype=recipe.gradient_dtype), quantize(w, dtype=recipe.dtype), x.dtype)
@@ -344,12 +305,12 @@ def _grouped(recipe: _Recipe, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) 
     return recipe.groups(quantize(lhs, dtype=recipe.dtype), matrices, sizes, lhs.dtype)
 
 
-@_once
+@once
 def _grouped_forward(recipe: _Recipe, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
     return _grouped(recipe, lhs, rhs, sizes), (lhs, rhs, sizes)
 
 
-@_once
+@once
 def _grouped_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
     lhs, rhs, sizes = residuals
     rows, matrices = quantize(dout, dtype=recipe.gradient_dtype), quantize(rhs, dtype=recipe.dtype)
@@ -368,7 +329,7 @@ def _blocked(recipe: _Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
     return recipe.product(quantize(x, dtype=recipe.dtype, block=BLOCK), _squares(recipe, w), x.dtype)
 
 
-@_once
+@once
 def _blocked_forward(recipe: _Recipe, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
     merging = _merging(x)
     (rows, columns), squares = quantize_both(merging.merge("x", x), dtype=recipe.dtype), _squares(recipe, w)
@@ -376,7 +337,7 @@ def _blocked_forward(recipe: _Recipe, x: jax.Array, w: jax.Array) -> tuple[jax.A
     return out, (columns, squares, _Type.of(x), _Type.of(w))
 
 
-@_once
+@once
 def _blocked_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array]:
     columns, squares, x, w = residuals
     merging = _merging(x.aval)
@@ -403,13 +364,13 @@ def _blocked_groups(recipe: _Recipe, lhs: jax.Array, rhs: jax.Array, sizes: jax.
     return recipe.groups(rows, _squares(recipe, rhs), sizes, lhs.dtype)
 
 
-@_once
+@once
 def _blocked_groups_forward(recipe: _Recipe, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> tuple[Any, Any]:
     (rows, columns), squares = quantize_both(lhs, sizes, dtype=recipe.dtype), _squares(recipe, rhs)
     return recipe.groups(rows, squares, sizes, lhs.dtype), (columns, squares, sizes, _Type.of(lhs), _Type.of(rhs))
 
 
-@_once
+@once
 def _blocked_groups_backward(recipe: _Recipe, residuals: Any, dout: jax.Array) -> tuple[Any, ...]:
     columns, squares, sizes, lhs, rhs = residuals
     rows, gradients = quantize_both(dout, sizes, dtype=recipe.gradient_dtype, square=True)
@@ -437,7 +398,7 @@ def _delayed_forward(
     return recipe.product(x8, _turned(w8, _merging(w)), x.dtype), (x8, w8, following, (_Type.of(x), _Type.of(w)))
 
 
-@_once
+@once
 def _delayed_backward(recipe: _Recipe, residuals: tuple[Any, ...], dout: jax.Array) -> tuple[Any, ...]:
     x8, w8, following, (x, w) = residuals
     gradient = _by_history(dout, following.gradient, recipe.gradient_dtype)
@@ -451,7 +412,7 @@ def _delayed_backward(recipe: _Recipe, residuals: tuple[Any, ...], dout: jax.Arr
     )
 
 
-_delayed.defvjp(_once(_delayed_forward), _delayed_backward)
+_delayed.defvjp(once(_delayed_forward), _delayed_backward)
 
 
 def _turned(array: Quantized, merging: Merging) -> Quantized:

@@ -277,7 +277,7 @@ def quantized_matmul(
         UnsupportedError: `implementation` cannot run this call, or a quantised operand is differentiated.
     """
     transpose_w = canonical_flag("transpose_w", transpose_w)
-    x, x_scale, x_block = _operand("x", x, x_scale, 0)
+    x, x_scale, x_block = _by_rows(*_operand("x", x, x_scale, 0))
     w, w_scale, w_block = _operand("w", w, w_scale, 0 if transpose_w else 1)
     options: dict[str, Any] = {
         "preferred_element_type": preferred_element_type,
@@ -360,6 +360,14 @@ def _checked_row_scale(row_scale: Any, x: Any, merging: Merging) -> Any:
 def _one_group(matrix: Any, scale: Any, block: Block | None) -> Any:
     """Return a matrix as that of the only group."""
     return matrix[None] if block is None else Quantized(matrix[None], scale[None], (1, *full_block(block, 2)))
+
+
+def _by_rows(x: Any, scale: Any, block: Block | None) -> tuple[Any, Any, Block | None]:
+    """Return rows whose scales some leading axes share, but not all, with scales for each row."""
+    leading = () if block is None else full_block(block, len(x.shape))[:-1]
+    if block is None or set(leading) != {1, None}:
+        return x, scale, block
+    return x, jnp.broadcast_to(scale, (*x.shape[:-1], scale.shape[-1])), (*[1] * len(leading), block[-1])
 
 
 def _operand(name: str, array: Any, scale: Any, axis: int) -> tuple[Any, Any, Block | None]:

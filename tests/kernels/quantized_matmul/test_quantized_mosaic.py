@@ -201,7 +201,7 @@ def test_simulated_few_rows_have_no_races(mosaic, shape, dtype, accumulation):
             "1x128 by 128x128 or 1x128",
         ),
         ({"rows": 0}, "x or w is empty"),
-        ({"x_dtype": "int8", "w_dtype": "int8", "inner": 2**18}, "may overflow where k exceeds 133144"),
+        ({"x_dtype": "int8", "w_dtype": "int8", "inner": 2**18}, "may overflow where k exceeds 131071"),
         ({"device_fingerprint": "gpu:nvidia_b200"}, "needs a Hopper GPU"),
         ({"partitioned": True}, "would gather both operands"),
         ({"rows": 2**31}, "supports at most"),

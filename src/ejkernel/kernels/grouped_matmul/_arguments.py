@@ -8,7 +8,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._options import canonical_float, canonical_precision, wrong_array
+from ejkernel.kernels._options import canonical_float, canonical_precision, type_text, wrong_array
 from ejkernel.ops.core.sharding.split import CallPart
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.scalars import given_text
@@ -18,7 +18,15 @@ from .common import Groups, row_ends, taken_apart
 
 
 def check_operand(name: str, array: Any, axes: str) -> None:
-    """Raise an `ArgumentError` unless the operand is a floating-point array with as many axes as `axes` names."""
+    """Raise an `ArgumentError` unless the operand is a floating-point array with as many axes as `axes` names.
+
+    Numbers in 8 bits lack their scales: a result in their dtype would overflow.
+    """
+    if is_array(array) and array.dtype.itemsize == 1 and array.dtype != bool:
+        raise ArgumentError(
+            f"{name} must be a floating-point array {axes} of 16 bits or more, got {type_text(array)}; pass "
+            "Quantized(values, scale, block), or cast numbers that have no scales to bfloat16."
+        )
     if not is_array(array) or not jnp.issubdtype(array.dtype, jnp.floating):
         raise ArgumentError(f"{name} must be a floating-point array {axes}, got {wrong_array(array, 'bfloat16')}.")
     if len(array.shape) != len(axes.split(",")):

@@ -9,6 +9,9 @@ from ejkernel.ops.implementation import OperationCall
 
 from .quantized import LARGEST, Block
 
+LONGEST_INT8 = (2**31 - 1) // 128**2
+"""Products of two int8 numbers whose sum fits in int32, also where all are -128."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedMatmulCall(OperationCall):

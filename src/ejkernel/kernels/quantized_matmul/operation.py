@@ -187,6 +187,7 @@ class QuantizedMatmul(Operation[QuantizedMatmulConfig, QuantizedMatmulCall, jax.
             f"{', '.join(texts)} -> {' '.join([*rows, 'columns'])}",
             split=scales.split([*rows, "columns", "inner"]),
             follows=scales.follows,
+            multiples=scales.multiples,
             cheapest=True,
         )
 
@@ -303,7 +304,10 @@ def checked_operand(name: str, array: Any, scale: Any, block: Any, *, takes_scal
         return None
     if scale is None or block is None:
         wanted = f"{name}_scale must be given" if takes_scale else f"{name} must be Quantized"
-        raise ArgumentError(f"{wanted}, because {name} is {array.dtype}; got {type_text(scale)}.")
+        raise ArgumentError(
+            f"{wanted}, because {name} is {type_text(array)}; pass Quantized(values, scale, block), or cast numbers "
+            "that have no scales to bfloat16."
+        )
     check_quantized(name, Quantized(array, scale, block))
     return (1,) * (len(array.shape) - len(block)) + tuple(block)
 
@@ -319,6 +323,6 @@ def _check_shapes(x: Any, w: Any, x_block: Block | None, *, transpose_w: bool) -
     leading = () if x_block is None else x_block[:-1]
     if len(leading) > 1 and set(leading) not in ({1}, {None}):
         raise ArgumentError(
-            f"the blocks of x must be one row high, or take all of the leading axes; got block {x_block} for "
-            f"{type_text(x)}."
+            f"the blocks of x must be one row high, or take whole leading axes; got block {x_block} for "
+            f"{type_text(x)}; use quantize(x) or quantize(x, block=128)."
         )

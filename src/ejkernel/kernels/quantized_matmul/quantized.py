@@ -138,7 +138,13 @@ class Quantized:
 
     @classmethod
     def from_qwix(cls, array: Any) -> Quantized:
-        """Return the numbers and scales of a `qwix.QArray` without a zero point."""
+        """Return the numbers and scales of a `qwix.QArray` without a zero point.
+
+        Raises:
+            ArgumentError: `array` is no `qwix.QArray`, or has a zero point or scales that do not fit.
+        """
+        if not hasattr(array, "qvalue") or not hasattr(array, "scale"):
+            raise ArgumentError(f"array must be a qwix.QArray, with qvalue and scale; got {type_text(array)}.")
         if getattr(array, "zero_point", None) is not None:
             raise ArgumentError("zero_point must be None: scales here are factors alone; quantise symmetrically.")
         return given_scale("qvalue", array.qvalue, array.scale)
@@ -248,11 +254,12 @@ def _largest(x: jax.Array, block: Block) -> jax.Array:
     found = jax.lax.bitcast_convert_type(jnp.abs(x), f"int{8 * x.dtype.itemsize}")
     # One axis at a time: JAX splits no two axes at once that are sharded over explicit mesh axes.
     for axis, (size, b) in enumerate(zip(x.shape, block, strict=True)):
-        count, b = (1, max(size, 1)) if b is None else (-(-size // b), _within(b, size))
-        if b > 1 or not size:
-            padding = [(0, 0)] * x.ndim
-            padding[axis] = (0, count * b - size)
-            split = (*found.shape[:axis], count, b, *found.shape[axis + 1 :])
+        if b is None:
+            found = jnp.max(found, axis, keepdims=True, initial=0)
+        elif (within := _within(b, size)) > 1:
+            count, padding = -(-size // b), [(0, 0)] * x.ndim
+            padding[axis] = (0, count * within - size)
+            split = (*found.shape[:axis], count, within, *found.shape[axis + 1 :])
             found = jnp.max(jnp.pad(found, padding).reshape(split), axis + 1)
     return jax.lax.bitcast_convert_type(found, x.dtype)
 
@@ -353,13 +360,15 @@ def given_scale(name: str, values: Any, scale: Any, scale_name: str = "scale") -
         scale = scale.reshape((1,) * len(shape))
     pairs = list(zip(shape, scale.shape, strict=False))
     if len(scale.shape) != len(shape) or any(
-        entries != 1 and (not entries or size % entries) for size, entries in pairs
+        entries not in (1, size) and (0 in (size, entries) or size % entries) for size, entries in pairs
     ):
         raise ArgumentError(
             f"{scale_name} must be a number, or have the rank of {name} and sizes that divide {shape}; got "
             f"{type_text(scale)}. With a shorter last block, pass Quantized(values, scale, block)."
         )
-    return Quantized(values, scale, tuple(None if entries == 1 else size // entries for size, entries in pairs))
+    # 1 for an axis of one element, so that `scan` may take it away.
+    blocks = (1 if entries == size else None if entries == 1 else size // entries for size, entries in pairs)
+    return Quantized(values, scale, tuple(blocks))
 
 
 def is_quantized(array: Any) -> bool:

@@ -18,12 +18,12 @@ class ScaleAxes:
     whole.
 
     Attributes:
-        whole: Axes that a shorter last block keeps whole.
-        multiples: Axes whose shards must be whole blocks, because a result has their scales; with the size of a block.
+        multiples: Axes whose shards must be whole blocks, because a result has their scales, with the size of a block;
+            and axes that a shorter last block keeps whole, with their own size.
     """
 
     def __init__(self) -> None:
-        self.whole: set[str] = set()
+        self._whole: set[str] = set()
         self.multiples: dict[str, int] = {}
         self._leaders: dict[str, str] = {}
 
@@ -37,8 +37,8 @@ class ScaleAxes:
         parts = list(zip(sizes, scale_shape(sizes, block), block, axes, strict=True))
         for size, _, own, axis in parts:
             if own not in (None, 1):
-                self.multiples[axis] = own
-                self.whole |= set() if is_known(size) else {axis}
+                self._must_divide(axis, own)
+                self._whole |= set() if is_known(size) else {axis}
         return " ".join(self._axis(name, *part) for part in parts)
 
     def _axis(self, name: str, size: int, entries: int, block: int | None, axis: str) -> str:
@@ -47,16 +47,19 @@ class ScaleAxes:
         if block == 1:
             return axis
         if size % block:
-            self.whole.add(axis)
+            self._must_divide(axis, size)
             return "_"
         self._leaders[f"{name}_{axis}"] = axis
         return f"{name}_{axis}"
 
+    def _must_divide(self, axis: str, multiple: int) -> None:
+        self.multiples[axis] = max(multiple, self.multiples.get(axis, 1))
+
     def split(self, axes: Sequence[str]) -> list[str]:
         """Return those of the axes that may be split."""
-        return [axis for axis in axes if axis not in self.whole]
+        return [axis for axis in axes if axis not in self._whole]
 
     @property
     def follows(self) -> dict[str, str]:
         """The axes of blocks, each with the operand's axis that it follows."""
-        return {name: leader for name, leader in self._leaders.items() if leader not in self.whole}
+        return {name: leader for name, leader in self._leaders.items() if leader not in self._whole}

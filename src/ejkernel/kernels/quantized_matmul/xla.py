@@ -15,10 +15,8 @@ from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.messages.names import NamedFields
 from ejkernel.ops.utils.values.signature import is_known
 
-from .common import QuantizedMatmulCall
+from .common import LONGEST_INT8, QuantizedMatmulCall
 from .quantized import Block, spread
-
-_LARGEST_SUM = 2**31 // 127**2  # products of two int8 numbers that fit in int32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +25,8 @@ class XlaParams(NamedFields):
 
     Attributes:
         products: Dtype in which operands are multiplied: `float32`, `bfloat16`, which holds every 8-bit number exactly,
-            or `native`, the operands' own. With native float8 XLA calls cuBLASLt on GPUs, whose sums are coarse.
+            or `native`, the operands' own. Numbers whose scales vary along `k` are multiplied by them first, which
+            bfloat16 rounds. With native float8 XLA calls cuBLASLt on GPUs, whose sums are coarse.
     """
 
     products: str = "float32"
@@ -95,8 +94,8 @@ def _native_fault(call: QuantizedMatmulCall) -> str | None:
         return "products='native' needs two float8 or two int8 operands whose scales do not vary along k."
     if not call.is_integer and not call.fast:
         return "products='native' sums float8 in the tensor core's coarse accumulator: it needs accumulation='fast'."
-    if call.is_integer and not (is_known(call.inner) and call.inner <= _LARGEST_SUM):
-        return f"products='native' sums int8 in int32, which may overflow where k exceeds {_LARGEST_SUM}."
+    if call.is_integer and not (is_known(call.inner) and call.inner <= LONGEST_INT8):
+        return f"products='native' sums int8 in int32, which may overflow where k exceeds {LONGEST_INT8}."
     return None
 
 

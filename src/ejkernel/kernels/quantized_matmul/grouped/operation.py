@@ -222,8 +222,13 @@ class QuantizedGroupedMatmul(GroupedOperation[QuantizedGroupedMatmulConfig]):
         if rhs_scale is not None:
             texts.append(scales.of("rhs", rhs, rhs_scale, inv.kwargs["rhs_block"], axes.split()))
         texts += ["rows"] * len(factors)
-        split = scales.split(["rows", "groups", "inner", "columns"])
-        return ShardingRule(f"{', '.join(texts)} -> rows columns", split=split, follows=scales.follows, cheapest=True)
+        return ShardingRule(
+            f"{', '.join(texts)} -> rows columns",
+            split=scales.split(["rows", "groups", "inner", "columns"]),
+            follows=scales.follows,
+            multiples=scales.multiples,
+            cheapest=True,
+        )
 
     def example_draws(
         self, inv: _Invocation, rng: np.random.Generator

@@ -133,8 +133,13 @@ class QuantizedGroupedWgrad(WeightsGradient[QuantizedGroupedWgradConfig]):
         scales, block = ScaleAxes(), (_rhs_block(inv.kwargs)[0], 1)
         of_columns = scales.of("rhs", rhs, rhs_scale, block, ["columns", "blocks"])
         axes = f"inner rows, columns rows, {axes_of_groups(inv)}, inner blocks, {of_columns}"
-        split = scales.split(["groups", "inner", "columns"])
-        return ShardingRule(f"{axes} -> groups inner columns", split=split, follows=scales.follows, cheapest=True)
+        return ShardingRule(
+            f"{axes} -> groups inner columns",
+            split=scales.split(["groups", "inner", "columns"]),
+            follows=scales.follows,
+            multiples=scales.multiples,
+            cheapest=True,
+        )
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the float32 sums of the dequantised operands."""

@@ -12,7 +12,7 @@ import jax
 from ejkernel.kernels import _hopper as hopper
 from ejkernel.kernels._hopper.device import MULTIPROCESSORS
 from ejkernel.kernels._hopper.tile_shapes import REGISTERS, row_tiles, tile_width
-from ejkernel.kernels.quantized_matmul.common import QuantizedMatmulCall
+from ejkernel.kernels.quantized_matmul.common import LONGEST_INT8, QuantizedMatmulCall
 from ejkernel.kernels.quantized_matmul.grouped.common import QuantizedGroupedMatmulCall
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.implementation import Implementation, OperationCall
@@ -34,7 +34,6 @@ from .splits import SPLITS, estimated, fastest, is_promising
 
 _OUT_DTYPES = (*hopper.DTYPES, "float32")
 _LARGEST = 2**31 - 2**16  # rows and tiles are counted in int32
-_LONGEST = 2**31 // 127**2  # products of int8 numbers whose sum fits in int32
 _BLOCKS = (((1, STEP), (STEP, STEP)), ((1, STEP), (1, STEP)))
 _WIDTHS = (64, 128, 192, 256)
 _STAGES = {64: 8, 128: 6, 192: 4, 256: 4}  # by columns of a tile: the most, if they fit
@@ -366,6 +365,6 @@ def _shape_reason(call: QuantizedMatmulCall, x: str, w: str) -> str | None:
         return f"{x} or {w} is empty; use 'xla'."
     if max(call.rows, call.inner, call.columns) > _LARGEST:
         return f"it supports at most {_LARGEST} rows and columns; use 'xla'."
-    if call.is_integer and call.inner > _LONGEST:
-        return f"sums of int8 products are int32, which may overflow where k exceeds {_LONGEST}; use 'xla'."
+    if call.is_integer and call.inner > LONGEST_INT8:
+        return f"sums of int8 products are int32, which may overflow where k exceeds {LONGEST_INT8}; use 'xla'."
     return None

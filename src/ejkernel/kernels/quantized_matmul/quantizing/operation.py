@@ -77,7 +77,10 @@ class Quantize(Operation[QuantizeConfig, QuantizeCall, Any]):
         if group_sizes is not None:
             check_sizes(group_sizes)
             if not transposed or not is_known(*x.shape):
-                raise ArgumentError(f"group_sizes need transposed=True and an x of known sizes; got {type_text(x)}.")
+                raise ArgumentError(
+                    f"x must be a matrix of known sizes, and transposed=True, with group_sizes; got {type_text(x)}; "
+                    "export a program for each size."
+                )
         return (x,) if group_sizes is None else (x, group_sizes), {
             "dtype": canonical_dtype("dtype", dtype, tuple(LARGEST)),
             "transposed": transposed,
