@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -97,15 +97,22 @@ def covering(cases, runs=lambda index: True):
 
     Among sets with equally many new elements, those with the rarest elements come first.
     """
-    left, kept, counts = [*range(len(cases))], [], Counter()
-    seen = set()
-    while left := [index for index in left if not cases[index] <= seen]:
-        best = max(left, key=lambda index: (len(cases[index] - seen), -sum(counts[each] for each in cases[index])))
+    holders = defaultdict(list)  # by element, the indices of its sets
+    for index, case in enumerate(cases):
+        for element in case:
+            holders[element].append(index)
+    left, kept, seen = [*range(len(cases))], [], set()
+    new, common = [*map(len, cases)], [0] * len(cases)  # of each set: new elements; how often others have its own
+    while left := [index for index in left if new[index]]:
+        best = max(left, key=lambda index: (new[index], -common[index]))
         left.remove(best)
         if runs(best):
             kept.append(best)
+            for element in cases[best]:
+                for index in holders[element]:
+                    new[index] -= element not in seen
+                    common[index] += 1
             seen |= cases[best]
-            counts.update(cases[best])
     return kept
 
 

@@ -72,8 +72,12 @@ SIMULATED = {
     "promoted in two parts": ((210, 72, 384), (E4M3, E4M3), {"block_n": 256, "stages": 3}, {}),
     "ragged n and k": ((204, 77, 150), (E5M2, E4M3), {"block_n": 64, "stages": 2, "out_slots": 1}, {}),
     "int8, fewer rows than a tile": ((24, 64, 128), ("int8", "int8"), {"block_n": 128, "stages": 2}, {}),
-    "blocks": ((210, 200, 256), (E4M3, E5M2), {"block_n": 192, "out_slots": 3, "stages": 3}, {"blocks": True}),
-    "blocks, ragged n and k": ((205, 77, 150), (E4M3, E4M3), {"block_n": 64, "stages": 2}, {"blocks": True}),
+    "blocks, ragged n and k": (
+        (205, 205, 150),
+        (E4M3, E5M2),
+        {"block_n": 192, "out_slots": 3, "stages": 3},
+        {"blocks": True},
+    ),
 }
 
 
