@@ -47,10 +47,13 @@ def test_the_results_are_of_calls_that_the_seed_draws(name):
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_no_estimate_is_below_the_figure_of_a_drawn_kernel(name):
+def test_the_estimates_enclose_the_figure_of_a_drawn_kernel(name):
     for result in drawn_file(name)["results"]:
         today = result | DRAWN[name].estimated(result)
         assert all(ratio >= 1 for ratio in ratios(today, with_kept=True)), result
+        if DRAWN[name] is memory_attention_tpu:  # others have no figure of the windows of short arrays
+            lower = today | {"estimated": today["least"]}
+            assert all(ratio <= 1 for ratio in ratios(lower, with_kept=True)), result
 
 
 def test_a_ratio_is_of_the_figure_alone_or_with_the_missing_windows():
@@ -96,10 +99,12 @@ def kernels_by_kind(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", memory_tpu_fit._WEIGHTS)
-def test_no_estimate_is_below_a_committed_figure(name):
+def test_the_estimates_enclose_a_committed_figure(name):
     weights = committed_weights(name)
     assert weights.keys() == kernels_by_kind(name).keys()
     for kind, several in kernels_by_kind(name).items():
+        # windows of one value for each row may have one buffer in place of two
+        assert all(one.parts.least <= 1.01 * one.used for one in several)
         assert all(memory_tpu_fit.estimate(one, weights[kind]) >= one.used for one in several)
 
 

@@ -187,21 +187,24 @@ def test_shared_candidates_of_several_calls_may_be_compiled_elsewhere(folder, ca
     assert [entry["config"] for entry in json.loads(capsys.readouterr().out)["entries"]] == [{"rows": 4}] * 2
 
 
-def test_the_calls_of_a_file_are_estimated_for_a_target(folder, capsys, monkeypatch):
+@pytest.mark.parametrize(("us", "then"), [(1.0, "measures the fastest first"), (None, "measures all of them")])
+def test_the_calls_of_a_file_are_estimated_for_a_target(folder, capsys, monkeypatch, us, then):
     asked = []
 
     def estimate(calls, target, store, **options):
         asked.extend(inv.args[0].shape for inv in calls)
-        row = EstimatedRow(config={"rows": 2}, config_type="json", us=1.0, cycles=1750.0, is_heuristic=True)
+        row = EstimatedRow(config={"rows": 2}, config_type="json", us=us, cycles=1750.0, is_heuristic=True)
         found = [Estimates.of(inv, "made up", [row]) for inv in calls]
         for each in found:
             store.put(each)
         return found
 
     monkeypatch.setattr(targeted, "estimate_calls", estimate)
-    assert main(["tune", "--estimate", "--target", "tpu_v6e", *NAMED, "--cache", "saved"]) == 0
+    status = main(["tune", "--estimate", "--target", "tpu_v6e", *NAMED, "--cache", "saved"])
+    assert status == (us is None)
     assert asked == [(16,), (48,)]
-    assert "`ejkernel tune --shapes shapes.jsonl` on the device" in " ".join(capsys.readouterr().err.split())
+    err = " ".join(capsys.readouterr().err.split())
+    assert "`ejkernel tune --shapes shapes.jsonl` on the device, with this folder as its cache, " + then in err
     assert len(list(EstimateFiles(folder / "saved").files())) == 2
 
 

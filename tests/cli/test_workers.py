@@ -46,6 +46,30 @@ def on_a_mesh():
     return rms_norm, (jax.ShapeDtypeStruct((8, 16, 64), jnp.float32, sharding=rows),)
 
 
+def in_shards():
+    from jax.sharding import PartitionSpec as P
+    from ejkernel.modules import rms_norm
+
+    mesh = jax.make_mesh((16,), ("data",))
+    norm = jax.shard_map(rms_norm, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    rows = jax.sharding.NamedSharding(mesh, P("data"))
+    weight = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, P()))
+    return norm, (jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=rows), weight)
+
+
+def paged_in_shards():
+    from jax.sharding import PartitionSpec as P
+    from ejkernel.modules import paged_attention
+
+    mesh = jax.make_mesh((16,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    run = lambda *args: paged_attention(*args, implementation="tpu_ragged")
+    specs = (P("model"), P(), P(), P(), P())
+    types = [((256, 8, 128), "bfloat16"), ((64, 16, 2, 2, 128), "bfloat16")]
+    types += [((5, 9), "int32"), ((6,), "int32"), ((5,), "int32")]
+    run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P("model"), check_vma=False)
+    return run, tuple(jax.ShapeDtypeStruct(*one) for one in types)
+
+
 def program():
     return wave, (jax.ShapeDtypeStruct((64, 64), jnp.float32),)
 """
@@ -113,12 +137,30 @@ def test_a_program_for_an_absent_mesh_is_tuned_for_its_shards(tune):
     assert re.search(r"rms_norm@v0 +f32\[2,4,64\]", out)
 
 
-@pytest.mark.parametrize("command", ["tune", "explain"])
+@pytest.mark.parametrize(("program", "shard"), [("on_a_mesh", "2,4,64"), ("in_shards", "4,64")])
+def test_a_mesh_may_be_of_another_machines_devices(tune, program, shard):
+    aim = (f"waves:{program}", "--mesh-devices", "16", "--target", "tpu_v6e")
+    status, out, messages = tune(*aim, command="explain")
+    assert status == 0, messages
+    assert re.search(rf"rms_norm@v0 +f32\[{shard}\]", out)
+    assert re.search(r"^  key +\w+ on tpu:tpu_v6_lite$", out, re.M)
+    for how in ("--compile-only", "--estimate"):
+        status, out, messages = tune(*aim, how, "--dry-run")
+        assert status == 0, messages
+        assert re.search(rf"rms_norm +f32\[{shard}\].*: \d+ candidates", out)
+
+
+def test_a_kernel_that_asks_for_the_chip_is_lowered_for_the_target_in_a_mesh(tune):
+    aim = ("waves:paged_in_shards", "--mesh-devices", "16", "--target", "tpu_v6e")
+    status, out, messages = tune(*aim, command="explain")
+    assert status == 0, messages
+    assert re.search(r"^  => implementation=tpu_ragged ", out, re.M)
+
+
+@pytest.mark.parametrize(
+    "command", [("tune",), ("explain",), ("tune", "--compile-only"), ("tune", "--estimate", "--target", "tpu_v6e")]
+)
 def test_mesh_applies_to_lowered_programs_only(capsys, command):
-    assert main([command, "--missed", "--mesh-devices", "16"]) == 2
+    source = ("--shapes", __file__) if len(command) > 1 else ("--missed",)
+    assert main([*command, *source, "--mesh-devices", "16"]) == 2
     assert "--mesh-devices requires MODULE:FUNCTION" in capsys.readouterr().err
-
-
-def test_a_mesh_has_devices_of_this_machines_kind(capsys):
-    assert main(["explain", "waves:on_a_mesh", "--mesh-devices", "16", "--target", "nvidia_h200"]) == 2
-    assert "--mesh-devices cannot be used with --target" in capsys.readouterr().err

@@ -194,6 +194,8 @@ def tune(**options: Any) -> int:
     named = [options[name] for name in ("target", "missed", "bundle", "shapes") if options[name]]
     if len(named) != 1 and named != [options["bundle"], options["shapes"]]:
         raise click.UsageError("pass exactly one of MODULE:FUNCTION, FILE, --missed, --shapes and --from.")
+    if options["mesh_devices"] and (options["in_process"] or ":" not in options["target"]):
+        raise click.UsageError("--mesh-devices requires MODULE:FUNCTION and cannot be used with --in-process.")
     device, output = options.pop("device"), options.pop("output")
     estimates, compile_only = options.pop("estimate"), options.pop("compile_only")
     if estimates and not compile_only:
@@ -213,8 +215,6 @@ def tune(**options: Any) -> int:
     if options["ray"] and (options["in_process"] or options["devices"] > 1 or options["mesh_devices"]):
         raise click.UsageError("--ray cannot be used with --in-process, --devices or --mesh-devices.")
     _check_together(options)
-    if options["mesh_devices"] and (options["in_process"] or ":" not in options["target"]):
-        raise click.UsageError("--mesh-devices requires MODULE:FUNCTION and cannot be used with --in-process.")
     if not options["in_process"]:
         _leave_devices_alone()
     from ejkernel.cli.tune import TuneOptions, run_tune
@@ -257,7 +257,7 @@ def _estimate(options: dict[str, Any], device: str, output: Path | None) -> int:
 
 def _check_unused(options: dict[str, Any], by: str, *more: str) -> None:
     """Check that no option was given that a command without measurements ignores."""
-    others = ("budget", "time", "force", "undecided", "devices", "mesh_devices", "ray", "check_step")
+    others = ("budget", "time", "force", "undecided", "devices", "ray", "check_step")
     for name in (*more, *others):
         if options[name]:
             option = name.removeprefix("as_").replace("_", "-")
@@ -315,7 +315,7 @@ def explain(target: str, prefix: str, imports: tuple[str, ...], missed: bool, de
     heuristic. This command measures and saves nothing.
 
     With --target, the program of MODULE:FUNCTION is traced for that device, which need not be here. With
-    --mesh-devices, it is traced for a mesh of that many devices like this machine's.
+    --mesh-devices, it is traced for a mesh of that many such devices.
     """
     if missed and not prefix and ":" not in target:  # else it names a program
         target, prefix = "", target
@@ -324,8 +324,6 @@ def explain(target: str, prefix: str, imports: tuple[str, ...], missed: bool, de
     for name, given in (("--target", device != "here"), ("--mesh-devices", options["mesh_devices"])):
         if given and ":" not in target:
             raise click.UsageError(f"{name} requires MODULE:FUNCTION.")
-    if device != "here" and options["mesh_devices"]:
-        raise click.UsageError("--mesh-devices cannot be used with --target.")
     _prepare_for(device)
     from ejkernel.cli.explain import run_explain
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from ejkernel.cli import report
 from ejkernel.cli.files import Found
@@ -39,7 +38,7 @@ def run_compile(options: TuneOptions, device: str, output: Path) -> None:
     console = messages()
     aim = Target.named(device)
     source = Source.of(options.target, options.imports, shapes=options.shapes, platform=aim.platform)
-    found = _found(source, aim, console)
+    found = _found(options, source, aim)
     preparation = Preparation(aim=aim, folder=output)
     if options.dry_run:
         _list(options, found, preparation)
@@ -72,10 +71,10 @@ def run_estimate(options: TuneOptions, device: str) -> int:
     preparation = Preparation(aim=aim, folder=None)
     source = Source.of(options.target, options.imports, shapes=options.shapes)
     if options.dry_run:
-        _list(options, _found(source, aim, console), preparation)
+        _list(options, _found(options, source, aim), preparation)
         return 0
     store = writable(options.cache)
-    found = _found(source, aim, console)
+    found = _found(options, source, aim)
     started = time.monotonic()
     processes: dict[str, Any] = {"processes": options.compile_processes} if options.compile_processes else {}
     with bars(console, [inv.op_id for inv in found.calls], "estimating", measures=False) as shown:
@@ -85,12 +84,14 @@ def run_estimate(options: TuneOptions, device: str) -> int:
     else:
         click.echo("\n\n".join(estimates_as_text(each, verbose=options.verbose) for each in made.estimates))
     again = shlex.join([options.target] if options.target else ["--shapes", str(options.shapes)])
+    has_some = "estimated" in made.statuses
+    order = f"the fastest first, and none of {PRUNED_FROM} times the best estimate or more"
     console.print(
         f"{_share(made, 'estimated')} estimated in {time.monotonic() - started:.1f} s, none measured; "
         f"stored in {store.path}. `ejkernel tune {again}` on the device, with this folder as its cache, "
-        f"measures the fastest first, and none of {PRUNED_FROM} times the best estimate or more",
+        f"measures {order if has_some else 'all of them'}",
     )
-    return 0 if "estimated" in made.statuses else 1
+    return 0 if has_some else 1
 
 
 def _list(options: TuneOptions, found: Found, preparation: Preparation) -> None:
@@ -118,10 +119,10 @@ def _share(made: PreparedCalls, status: str) -> str:
     return f"{made.statuses.get(status, 0)} of {counted(sum(made.statuses.values()), 'candidate')}"
 
 
-def _found(source: Source, aim: Target, console: Console) -> Found:
+def _found(options: TuneOptions, source: Source, aim: Target) -> Found:
     """Return the calls of a program for a device, and print them; without any, raise."""
-    found = find_on(source, aim)
-    console.print(report.found(found.name, found.calls, aim.fingerprint))
+    found = find_on(source, aim, options.mesh_devices)
+    messages().print(report.found(found.name, found.calls, aim.fingerprint))
     if not found.calls:
         raise TuningError(found.empty)
     return found

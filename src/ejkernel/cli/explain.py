@@ -14,7 +14,7 @@ import click
 from ejkernel.cli import report
 from ejkernel.cli.programs import import_named, import_operations, import_users, with_cache
 from ejkernel.cli.show import begins, none_begins, opened
-from ejkernel.cli.sources import Source, find_in_worker, find_on
+from ejkernel.cli.sources import Source, find_on
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.trials.status import SearchState
 from ejkernel.ops.config.cache import AUTOTUNE, MEMORY, PERSISTENT, SHARED, SHIPPED, ConfigCache
@@ -63,13 +63,13 @@ def run_explain(
         as_json: Whether to print JSON.
         prefix: The start of the key or operation of the calls to explain.
         device: Name of the target to explain the calls for.
-        mesh_devices: As in `TuneOptions`, for the device of this machine.
+        mesh_devices: As in `TuneOptions`.
         verbose: Whether each tier gets a line, also those that have no answer for the usual reason.
     """
     store, aim = opened(cache), Target.named(device)
     source = Source.of(target, imports, missed=store.path if missed else None)
     with contextlib.redirect_stdout(sys.stderr):  # keep the program's prints out of the result
-        found = find_on(source, aim) if mesh_devices is None else find_in_worker(source, mesh_devices)
+        found = find_on(source, aim, mesh_devices)
         if mesh_devices is not None and source.program is not None:  # a worker has imported it
             import_users(source.program.module)
         # After the program's import, which may set the default executor.

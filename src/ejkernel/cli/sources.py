@@ -9,8 +9,9 @@ import dataclasses
 import importlib
 import math
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ejkernel import compat
 from ejkernel.cli import files
@@ -33,6 +34,9 @@ from ejkernel.ops.execution.discovery import discover_counted
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.messages.warn import warn
+
+if TYPE_CHECKING:
+    from ejkernel.ops.autotuner.process.supervisor import WorkerStatus
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,14 +112,34 @@ def find(source: Source) -> Found:
     return found if source.platform else dataclasses.replace(found, device=device_fingerprint())
 
 
-def find_on(source: Source, aim: Target) -> Found:
-    """Return the calls of a source on a target, and trace its program for it."""
-    if aim.name == "here":
-        return find(source)
+def find_on(source: Source, aim: Target, mesh_devices: int | None = None) -> Found:
+    """Return the calls of a source on a target, and trace its program for it.
+
+    Args:
+        source: The source.
+        aim: The target.
+        mesh_devices: The number of devices of the program's mesh, if this machine may lack them.
+    """
+    from ejkernel.ops.autotuner.process.worker import Worker
+
+    if mesh_devices is None:
+        return find(source) if aim.name == "here" else _traced_for(aim, source, find).on(aim.fingerprint)
+    # In a new process: JAX fixes its number of devices at the start, and these are CPU devices.
+    with contextlib.closing(Worker()) as many:
+        found: Found = many.call(_find_for_mesh, source, aim, mesh_devices, doing=_finding())
+    return found.on(aim.fingerprint)
+
+
+def _traced_for(aim: Target, source: Source, finds: Callable[[Source], Found]) -> Found:
     # A program may depend on the device that it is traced for.
     with aim.entered():
-        found = find(dataclasses.replace(source, platform=aim.platform))
-    return found.on(aim.fingerprint)
+        return finds(dataclasses.replace(source, platform=aim.platform))
+
+
+def _find_for_mesh(source: Source, aim: Target, count: int) -> Found:
+    compat.settings.have_cpu_devices(count)
+    aim.give_to_meshes()
+    return _traced_for(aim, source, find_sendable)
 
 
 def _in_files(source: Source) -> Found:
@@ -170,27 +194,22 @@ def find_in_worker(source: Source, mesh_devices: int | None = None) -> Found:
         source: The source.
         mesh_devices: The number of devices of the program's mesh, if this machine may lack them.
     """
-    from ejkernel.ops.autotuner.process.supervisor import WorkerStatus
-    from ejkernel.ops.autotuner.process.worker import Worker, shared_worker
+    from ejkernel.ops.autotuner.process.worker import shared_worker
 
-    # Lowering may take any time, and Ctrl-C can end it.
-    doing = WorkerStatus(what="finding the calls", allowed=math.inf)
     with shared_worker() as worker:
         if mesh_devices is None:
-            found: Found = worker.call(find_sendable, source, doing=doing)
+            found: Found = worker.call(find_sendable, source, doing=_finding())
             return found
         device: str = worker.call(device_fingerprint)
-    # Lower for the platform of this machine's device, since its kernels run. In a new process: JAX fixes its number of
-    # devices at the start, and these are CPU devices.
-    elsewhere = dataclasses.replace(source, platform=device.partition(":")[0])
-    with contextlib.closing(Worker()) as many:
-        found = many.call(_find_for_mesh, elsewhere, mesh_devices, doing=doing)
-    return found.on(device)
+    # Lower for the platform of this machine's device, since its kernels run.
+    return find_on(source, Target("here", device), mesh_devices)
 
 
-def _find_for_mesh(source: Source, count: int) -> Found:
-    compat.settings.have_cpu_devices(count)
-    return find_sendable(source)
+def _finding() -> WorkerStatus:
+    from ejkernel.ops.autotuner.process.supervisor import WorkerStatus
+
+    # Lowering may take any time, and Ctrl-C can end it.
+    return WorkerStatus(what="finding the calls", allowed=math.inf)
 
 
 def find_by(executor: concurrent.futures.Executor, source: Source) -> Found:

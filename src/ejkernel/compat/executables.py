@@ -23,10 +23,23 @@ _USED = re.compile(r'"used_scoped_memory_configs":\[.*?"size":"(\d+)"')
 
 def abstract_device(platform: str, device_kind: str, num_cores: int) -> Any:
     """Return a context in which Pallas lowers for this kind of device."""
-    from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+    device = jax.sharding.AbstractDevice(device_kind=device_kind, num_cores=num_cores, platform=platform)
+    # Without axes, because a program may have a mesh of its own.
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
-    device = AbstractDevice(device_kind=device_kind, num_cores=num_cores, platform=platform)
-    return use_abstract_mesh(AbstractMesh((1,), ("target",), axis_types=(AxisType.Auto,), abstract_device=device))
+
+def give_to_meshes(platform: str, device_kind: str, num_cores: int) -> None:
+    """Let Pallas lower for this kind of device within any new mesh, too: in a process that only traces programs."""
+    device = jax.sharding.AbstractDevice(device_kind=device_kind, num_cores=num_cores, platform=platform)
+    mesh: Any = jax.sharding.Mesh
+    of_mesh: Any = mesh.abstract_mesh.func
+
+    def abstract_mesh(self: jax.sharding.Mesh) -> jax.sharding.AbstractMesh:
+        found: jax.sharding.AbstractMesh = of_mesh(self)
+        return found if found.empty else found.update(abstract_device=device)
+
+    mesh.abstract_mesh = functools.cached_property(abstract_mesh)
+    mesh.abstract_mesh.__set_name__(mesh, "abstract_mesh")
 
 
 def gpu_topology_sharding(description: str) -> Any:

@@ -36,6 +36,7 @@ _MEMORY = {
     "tpu:tpu_v5": 64 << 20,
     "tpu:tpu7x": 64 << 20,
 }
+_FITTED = 320  # the widest heads of the compiled kernels to which weights are fitted
 _SCHEDULES = 1.04  # kernels of one form may take this much more, e.g. on a v5p instead of a v5e
 _UNTUNED = 27  # 32nds of the memory that untuned calls may take
 _LEAST = 16 << 20  # limit and memory of a v4
@@ -216,6 +217,15 @@ def _of_chip(call: OperationCall, sizes: Mapping[str, int], surely: bool) -> int
         # A call without a platform is traced, and its parameters are chosen again when it is lowered.
         return _LEAST if surely and call.platform is not None else max(sizes.values())
     return sizes.get(call.device_fingerprint, _LEAST)
+
+
+def beyond_fit(*dims: int) -> float:
+    """Return how many times as many intermediate values as by the weights kernels with wide heads keep.
+
+    Kernels with heads of up to 1,024 dimensions keep up to 2.4 times as many, except for fused gradients and splash
+    attention's forward.
+    """
+    return 1 + 0.6 * max(max(dims) - _FITTED, 0) / 256
 
 
 def untuned_of(call: OperationCall) -> int:

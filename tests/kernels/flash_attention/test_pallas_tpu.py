@@ -270,6 +270,21 @@ def test_estimates_of_memory_are_not_below_the_compilers(name):
     assert need.least <= used <= need.most <= 1.3 * used
 
 
+@pytest.mark.parametrize(
+    ("chip", "length", "dims", "used"),
+    [
+        ("tpu:tpu_v5_lite", 1024, (1024, 1024), 24_031_232),
+        ("tpu:tpu_v5", 1024, (768, 512), 14_901_248),
+        ("tpu:tpu_v6_lite", 512, (576, 512), 7_004_160),
+        ("tpu:tpu_v6_lite", 2048, (576, 512), 25_559_040),
+    ],
+)
+def test_estimates_of_heads_beyond_the_fit_are_not_below_the_compilers(chip, length, dims, used):
+    call = drawn_call(chip, length, dims, 2, "bfloat16", {"right": 0}, None)
+    need = choices.needed(call, choices.heuristic(call))
+    assert need.least <= used <= need.most <= 1.5 * used
+
+
 def drawn_call(chip, length, dims, repeats, dtype, mask, params):
     dim, value_dim = dims
     return AttentionCall(

@@ -72,6 +72,12 @@ def test_the_estimate_of_a_common_kernel_is_the_compilers_figure(chip, dims, cau
     assert Splash().doubt(call, params) is None
 
 
+def test_the_estimate_of_heads_beyond_the_fit_is_not_below_the_compilers():
+    call = call_of(V6E, (1024, 1024), causal=True, backward=True, length=2048)
+    need = vector_memory(call, blocks_of(Splash().heuristic(call)))
+    assert need.least <= 24_752_128 <= need.most <= 1.25 * 24_752_128
+
+
 def test_one_kernel_with_other_queries_does_not_tell_how_registers_grow():
     call = call_of(V6E, (128, 128), causal=True, dtype="float32")
     need = vector_memory(call, blocks_of(SplashParams(block_q=512, block_kv=1024, block_kv_compute=256)))

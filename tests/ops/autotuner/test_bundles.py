@@ -272,6 +272,7 @@ def first_row(**fields):
         (lambda m: m.pop("calls"), "is not a usable bundle: .*calls"),
         (lambda m: m.update(colour="red"), "is not a usable bundle: .*colour"),
         (lambda m: m.update(target="gpu:abacus"), "was made for gpu:abacus with JAX .*; this is cpu:.* with JAX"),
+        (lambda m: m.update(target="tpu:tpu_v6_lite"), "for tpu_v6e with .* Measure it there"),
         (lambda m: m.update(jax="0.1.2"), r"with JAX 0\.1\.2 and"),
         (lambda m: m.update(jaxlib="0.1.3"), r"and jaxlib 0\.1\.3; this is"),
         (first_row(program="../secret"), r"names a file outside of it: '\.\./secret'"),

@@ -284,6 +284,28 @@ def test_an_interrupted_run_goes_on_where_it_stopped(store):
     assert len(done) == before + 3 + 6
 
 
+def test_an_interrupted_run_of_refused_candidates_repeats_only_those_that_were_killed(store):
+    files, done = EstimateFiles(store.path), []
+
+    def refused(inv, choice):
+        done.append(choice.config)
+        raise CandidateError("the worker was killed by SIGKILL" if len(done) == 2 else "not estimated: it branches")
+
+    def interrupt(inv, finished, number):
+        if finished == 3:
+            raise KeyboardInterrupt
+
+    run = functools.partial(estimate_calls, [CALL], V6E, simulate=refused, store=files)
+    with pytest.raises(KeyboardInterrupt):
+        run(progress=interrupt)
+    first = list(done)
+    (found,) = run()
+    assert first[1] in done[len(first) :]
+    assert not {first[0], first[2]} & set(done[len(first) :])
+    assert {row.reason for row in found.rows} == {"not estimated: it branches"}
+    assert files.load(CALL.key) == found
+
+
 def test_the_reason_of_a_killed_simulator_names_the_memory():
     def killed(inv, choice):
         raise CandidateError("the worker was killed by SIGKILL while compiling")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from ejkernel.modules import flash_attention
+from ejkernel.modules import flash_attention, rms_norm
 from ejkernel.ops.autotuner.compile import targets
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle
 from ejkernel.ops.autotuner.compile.targets import Target, compile_for, target_names
@@ -141,6 +141,18 @@ def test_a_call_that_the_target_does_not_run_has_the_reason_there_not_here():
         pytest.raises(UnsupportedError, match=r"^flash_attention: query has dtype float16"),
     ):
         discover_for(attend, (like,), {}, platform="tpu")
+
+
+@pytest.mark.parametrize("target", ["tpu_v6e", "nvidia_h200"])
+def test_a_program_with_a_mesh_of_its_own_is_traced_for_a_target(target):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("data")
+    norm = jax.shard_map(rms_norm, mesh=mesh, in_specs=(rows, jax.sharding.PartitionSpec()), out_specs=rows)
+    with Target.named(target).entered():
+        platform = Target.named(target).platform
+        types = jax.ShapeDtypeStruct((8, 256), "bfloat16"), jax.ShapeDtypeStruct((256,), "bfloat16")
+        (call,) = discover_for(norm, types, {}, platform=platform)
+    assert call.platform == platform
 
 
 @pytest.mark.skipif(not HAS_PLUGIN, reason="needs JAX's CUDA plugin")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from ejkernel import compat
-from ejkernel.kernels._vector_memory import LANES, WIDE_UNITS, Need, Parts, form_of, larger, up
+from ejkernel.kernels._vector_memory import LANES, WIDE_UNITS, Need, Parts, beyond_fit, form_of, larger, up
 
 from ._splash_weights import WEIGHTS
 from .common import AttentionCall
@@ -49,24 +49,29 @@ def vector_memory(call: AttentionCall, blocks: Mapping[str, Blocks]) -> Need:
 def parts_of(call: AttentionCall, name: str, blocks: Blocks) -> Parts:
     """Return the memory of one kernel by its causes."""
     block = clipped_blocks(call.query[1], call.key[1], blocks)
-    size, head, value = jnp.dtype(call.dtype).itemsize, up(call.query[3]), up(call.value[3])
-    least = 2 * size * (block.queries + block.keys) * (head + value) + _lines_memory(call, name, block)
+    head, value = up(call.query[3]), up(call.value[3])
     if name == "forward":
         sums = 4 * block.queries * (2 * LANES + value)
     elif name == "query":
         sums = 4 * block.queries * head
-        least += 2 * size * block.queries * head
     else:
         sums = 4 * block.keys * (head + value)
         sums += 4 * block.queries * head if name == "fused" and block.keys > block.compute else 0
-        least += 2 * size * (block.keys * (head + value) + (block.queries * head if name == "fused" else 0))
+    windows, examples = _windows(call, name, block), call.query[0] * call.examples
     # The sums are results of the kernel, of its own for each example. Those of a single one have one buffer, not two.
-    known = least + sums * (1 if call.query[0] * call.examples == 1 else 2)
+    known = 2 * sum(windows.values()) + sums * (1 if examples == 1 else 2)
+    # A window of a single block that does not move has one buffer. The compiler may not see that it does not move.
+    blocks_of = {"queries": -(-call.query[1] // block.queries), "keys": -(-call.key[1] // block.keys)}
+    heads = {"queries": call.query[2], "keys": call.key[2]}
+    changes = {"mask": 1, "ids": examples}
+    moves = {(what, axis): blocks_of[axis] * changes.get(what, examples * heads[axis]) > 1 for what, axis in windows}
+    least = sum(size * (2 if moves[window] else 1) for window, size in windows.items())
     # the compiler may keep the sums of a single block in registers
     least += 0 if name == "query" and block.keys >= call.key[1] else sums
     kind = name if call.dtype == "bfloat16" else f"{name}, float32"
     parts = Parts(least, known, kind, _sizes(call, block), _form(call, name, block))
-    return parts.times(_MORE.get(call.device_fingerprint or "", {}).get(kind, 1.0))
+    wider = beyond_fit(call.query[3], call.value[3]) if name in ("keys", "query") else 1.0
+    return parts.times(wider * _MORE.get(call.device_fingerprint or "", {}).get(kind, 1.0))
 
 
 def _form(call: AttentionCall, name: str, block: compat.splash.SplashBlocks) -> str:
@@ -129,12 +134,26 @@ def _has_mask(call: AttentionCall) -> bool:
     return call.rules.left is not None or call.rules.right is not None
 
 
-def _lines_memory(call: AttentionCall, name: str, block: compat.splash.SplashBlocks) -> int:
-    """Return the bytes of the windows with a value for each query or key: its row has 128 lanes, its column 8 rows."""
+def _windows(call: AttentionCall, name: str, block: compat.splash.SplashBlocks) -> dict[tuple[str, str], int]:
+    """Return the bytes of one buffer of the windows, by content and by axis.
+
+    The row of a value for each query or key has 128 lanes, its column 8 rows.
+    """
+    size, head, value = jnp.dtype(call.dtype).itemsize, up(call.query[3]), up(call.value[3])
     has_ids, is_masked = _has_ids(call, block), _has_mask(call)
+    queries, keys = size * block.queries * (head + value), size * block.keys * (head + value)
+    row, column = 4 * LANES, 4 * _SUBLANES
     if name in ("keys", "fused"):
-        rows, columns, lines = block.keys * has_ids, block.queries * (2 + has_ids + is_masked), 0
+        of_queries, of_keys = column, row
+        keys *= 2
+        queries += 2 * column * block.queries + (size * block.queries * head if name == "fused" else 0)
     else:
-        rows, columns = block.queries * (has_ids + is_masked + (name == "forward")), block.keys * has_ids
-        lines = 2 * block.queries * (name == "query")
-    return 2 * 4 * (LANES * rows + _SUBLANES * columns + lines)
+        of_queries, of_keys = row, column
+        queries += block.queries * (row if name == "forward" else 2 * 4 + size * head)
+    return {
+        ("heads", "queries"): queries,
+        ("heads", "keys"): keys,
+        ("ids", "queries"): of_queries * block.queries * has_ids,
+        ("ids", "keys"): of_keys * block.keys * has_ids,
+        ("mask", "queries"): of_queries * block.queries * is_masked,
+    }

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.kernels._vector_memory import LANES, WIDE_UNITS, Need, Parts, larger, memory_of, untuned_of
+from ejkernel.kernels._vector_memory import LANES, WIDE_UNITS, Need, Parts, beyond_fit, larger, memory_of, untuned_of
 from ejkernel.kernels.flash_attention.common import AttentionCall
 
 from . import memory
@@ -36,11 +36,12 @@ def parts_of(call: AttentionCall, params: ForwardParams | BackwardParams) -> lis
     repeats, size = call.query[2] // call.key[2], jnp.dtype(call.dtype).itemsize
     heads = call.query[0] * call.examples * call.key[2]
     dims = memory.Dims(call.query[3], call.value[3], repeats, size, call.device_fingerprint or "", heads)
+    wider = beyond_fit(dims.head, dims.value)
     own: dict[str, Any]
     if isinstance(params, ForwardParams):
         walked = forward_plan(lengths, call.rules, params)
         own = {"segmented": _segmented(call, walked[1].columns), "sum_by_product": params.sum_by_product}
-        return [memory.of_forward(dims, walked, call.rules, **own)]
+        return [memory.of_forward(dims, walked, call.rules, **own).times(wider)]
     walked = backward_plan(lengths, call.rules, params)
     own = {"segmented": _segmented(call, walked[1].block * walked[1].blocks), "transpose": params.transpose}
     found = memory.of_keys(dims, walked, call.rules, fused=params.query is None, **own)
@@ -50,7 +51,7 @@ def parts_of(call: AttentionCall, params: ForwardParams | BackwardParams) -> lis
     segmented = _segmented(call, walked[1].columns)
     both = [found, memory.of_queries(dims, walked, call.rules, segmented=segmented)]
     # A v4 keeps more values, and the fit has no kernels compiled for it.
-    return [parts.times(_ON_V4) for parts in both] if call.device_fingerprint == "tpu:tpu_v4" else both
+    return [parts.times(wider * (_ON_V4 if call.device_fingerprint == "tpu:tpu_v4" else 1)) for parts in both]
 
 
 def _segmented(call: AttentionCall, padded_keys: int) -> bool:

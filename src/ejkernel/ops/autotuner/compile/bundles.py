@@ -39,6 +39,7 @@ from ejkernel.ops.core.kernel import candidates_of, check_config, kernel_of, ove
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, ConfigError, DescriptionError, SerializationError, TuningWarning
+from ejkernel.ops.utils.fingerprint import name_of_device
 from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.storage.serialize import from_plain, read_object, sealed_json, to_data
@@ -315,11 +316,11 @@ def read_bundle(folder: Path) -> list[BundledCall]:
         raise ConfigError(f"{folder} is not a usable bundle: {error}; compile it again.") from error
     # JAX versions have different formats of executables.
     here = device_and_versions()
-    wanted = (manifest.target, manifest.jax, manifest.jaxlib)
-    if wanted != here:
+    if (manifest.target, manifest.jax, manifest.jaxlib) != here:
         raise ConfigError(
-            f"the bundle {folder} was made for {wanted[0]} with JAX {wanted[1]} and jaxlib {wanted[2]}; this is "
-            f"{here[0]} with JAX {here[1]} and jaxlib {here[2]}."
+            f"the bundle {folder} was made for {name_of_device(manifest.target)} with JAX {manifest.jax} and jaxlib "
+            f"{manifest.jaxlib}; this is {here[0]} with JAX {here[1]} and jaxlib {here[2]}. Measure it there, or "
+            "compile it again."
         )
     why_left = _other_libtpu(manifest.libtpu)
     if why_left:

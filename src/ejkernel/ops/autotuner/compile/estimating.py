@@ -29,6 +29,7 @@ from ejkernel.ops.errors import CandidateError
 logger = logging.getLogger(__name__)
 
 _TIMEOUT: Final = 600.0  # seconds for one candidate: simulating takes some 8 us for each simulated cycle
+_FULL: Final = "; the memory may have been full"  # so another run may succeed
 
 Simulate = Callable[[Invocation[Any, Any], Choice], Program]
 
@@ -48,8 +49,8 @@ def estimate_calls(
     """Estimate the times of the candidates of calls on a target. Measures nothing and needs no device.
 
     A candidate that the simulator cannot estimate gets a row with the reason. Calls without candidates are skipped with
-    a `TuningWarning`. An interrupted run stores what it has, and the next run goes on there. It does not notice that a
-    kernel has changed in between.
+    a `TuningWarning`. An interrupted run stores what it has, and the next run goes on there; it only repeats candidates
+    that were killed. It does not notice that a kernel has changed in between.
 
     Args:
         calls: The abstract calls, with their kernels.
@@ -84,8 +85,7 @@ def estimate_calls(
             found.append(rows.estimates(configs))
     if store is not None:
         for each in found:
-            if each.ranked:
-                store.put(each)
+            store.put(each)
     return found
 
 
@@ -118,7 +118,7 @@ class _Rows:
         versions = Estimates.of(self._inv, METHOD, []).versions
         if earlier is None or not earlier.unfinished or earlier.versions != versions:
             return list(configs)
-        known = {_identity(row): row for row in earlier.ranked}
+        known = {_identity(row): row for row in earlier.rows if not row.reason.endswith(_FULL)}
         for config in configs:
             if (row := known.get(_identity(row_of(config)))) is not None:
                 self._rows[config_id(config)] = row
@@ -138,7 +138,7 @@ class _Rows:
             yield
         finally:
             found = dataclasses.replace(Estimates.of(self._inv, METHOD, list(self._rows.values())), unfinished=True)
-            if self._store is not None and found.ranked:
+            if self._store is not None and found.rows:
                 self._store.put(found)
 
     def estimates(self, configs: Sequence[object]) -> Estimates:
@@ -165,6 +165,6 @@ def _why_not(error: BaseException | None, timeout_s: float) -> str:
         return f"not estimated: simulating it takes longer than {timeout_s:g} s"
     if isinstance(error, CandidateError):
         text = re.sub(r"F\d{4} \S+ +\d+ \S+\] ", "", str(error))  # the time and place of libtpu's message
-        text += "; the memory may have been full" if "SIGKILL" in text else ""
+        text += _FULL if "SIGKILL" in text else ""
         return text if text.startswith("not estimated") else f"not estimated: {text}"
     return f"not estimated: {type(error).__name__}: {error}"

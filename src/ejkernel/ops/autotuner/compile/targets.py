@@ -99,10 +99,18 @@ class Target:
         if not self.description:
             yield
             return
-        kind, cores = self.property_named("device_description_str"), int(self.property_named("core_count"))
         # Kernels choose by the name and the number of multiprocessors of the device.
-        with tracing_for(self.fingerprint), compat.executables.abstract_device(self.platform, kind, cores):
+        with tracing_for(self.fingerprint), compat.executables.abstract_device(*self._kind_of_device()):
             yield
+
+    def give_to_meshes(self) -> None:
+        """Let new meshes have devices of this target's kind, in a process that only traces programs."""
+        if self.description:
+            compat.executables.give_to_meshes(*self._kind_of_device())
+
+    def _kind_of_device(self) -> tuple[str, str, int]:
+        cores = int(self.property_named("core_count"))
+        return self.platform, self.property_named("device_description_str"), cores
 
     def check(self, *, loads_compiler: bool) -> None:
         """Check that this machine can compile for the target.
