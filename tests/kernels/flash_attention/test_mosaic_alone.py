@@ -156,6 +156,7 @@ TOGETHER = {
     "one key head": ({"heads": 8, "groups": 1, "queries": 6, "keys": 30}, {"rules": Rules(scale=0.3, right=2)}),
     "four of a key head": ({"heads": 8, "groups": 2, "queries": 5, "keys": 42}, {"bias": (1, 8, 5, 42)}),
     "four of two key heads": ({"heads": 12, "groups": 2, "queries": 13, "keys": 15}, {"mask": (3, 1, 1, 15)}),
+    "one query": ({"heads": 8, "groups": 2, "queries": 1, "keys": 9}, {"bias": (1, 8, 1, 9), "mask": (3, 1, 1, 9)}),
     "own masks": ({"heads": 8, "groups": 2, "queries": 6, "keys": 14}, {"mask": (1, 8, 1, 14)}),
 }
 
@@ -169,6 +170,7 @@ TOGETHER = {
         ("four of a key head", "bfloat16"),
         ("four of two key heads", "float32"),
         ("own masks", "float32"),
+        ("one query", "bfloat16"),
     ],
 )
 def test_heads_share_a_matrix_of_scores(interpret, name, dtype):

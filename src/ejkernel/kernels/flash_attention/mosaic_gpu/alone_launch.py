@@ -108,21 +108,22 @@ def _bias(operands: Operands, plan: AlonePlan) -> jax.Array | None:
 def _in_slabs(x: jax.Array, plan: AlonePlan, rows: int) -> jax.Array:
     """Return terms of logits, `[batch or 1, heads or 1, rows, columns]`, as the kernel adds them to those of a bundle.
 
-    If they have one row, it is that of all queries.
+    If they have one row, it is that of all queries; a single query may have one for each head.
     """
     x = jnp.broadcast_to(x, (*x.shape[:2], rows, plan.keys))
+    by_query = rows > 1 or (x.shape[1] > 1 and plan.sharing > 1)
     most = (plan.team * ROWS, plan.key_slabs * ROWS) if plan.together == 1 else (plan.tokens, plan.key_tokens)
-    x = jnp.pad(x, [(0, 0), (0, 0), (0, most[0] - rows if rows > 1 else 0), (0, most[1] - plan.keys)])
+    x = jnp.pad(x, [(0, 0), (0, 0), (0, most[0] - rows if by_query else 0), (0, most[1] - plan.keys)])
     if plan.together == 1:
         return x
-    if x.shape[1] == 1:
-        x = jnp.repeat(x, plan.key_heads if rows == 1 else plan.together, axis=1)
-    x = x.reshape(len(x), -1, plan.key_heads if rows == 1 else plan.together, *x.shape[2:])
-    if rows == 1:
-        x = x.reshape(*x.shape[:2], 1, plan.key_rows)
-    else:
+    heads = plan.together if by_query else plan.key_heads
+    x = jnp.repeat(x, heads, axis=1) if x.shape[1] == 1 else x
+    x = x.reshape(len(x), -1, heads, *x.shape[2:])
+    if by_query:
         own = jnp.asarray(_key_head_of(plan)[:, None] == np.arange(plan.key_heads))[:, None, :, None]
         x = jnp.where(own, x[:, :, :, :, None], 0).reshape(*x.shape[:2], ROWS, plan.key_rows)
+    else:
+        x = x.reshape(*x.shape[:2], 1, plan.key_rows)
     return jnp.pad(x, [(0, 0)] * 3 + [(0, ROWS - plan.key_rows)])
 
 
