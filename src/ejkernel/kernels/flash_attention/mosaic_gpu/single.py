@@ -27,9 +27,7 @@ _LARGEST = 65504.0  # of float16
 _ROOM = 2.0**15
 # If a cotangent's sums over all rows fit in float16, one row's weights and gradients of scores have few digits left.
 _RAISED = 8
-# Rows that share keys, or keys, to the power of 1.5, times columns. Bounds cost more digits with more of them: with 512
-# of 64 columns, gradients have errors of 7e-4; with 1,024, 3e-3 instead of 6e-4.
-_FEW = 3 << 18
+_FEW = 1024  # rows that share keys, or keys
 _SHORT = 1 << 22  # numbers of all arrays
 LEAST_SCALE = 2.0**-12  # of the logits: the kernels store the gradients of query and key times it
 
@@ -176,14 +174,12 @@ class _Norms(NamedTuple):
 def _norms(half: _Half, out: jax.Array, dout: jax.Array, rules: Rules) -> _Norms:
     """Return bounds for operands, an output and a cotangent; the largest magnitude of value and cotangent is below 1.
 
-    For few rows and keys, nothing is read: the bounds are 10 to 100 times as large, and six kernels fewer start.
+    For few rows and keys, the cotangent is not read: its bound is about four times as large, and three kernels fewer
+    start. Bounds instead of the norms of query and value, too, would cost rows of small cotangents their digits.
     """
     (query, key, value), (queries, heads) = half.operands[:3], dout.shape[1:3]
     shares = heads // key.shape[2]
-    count = queries * shares
-    if max(count, key.shape[1]) ** 1.5 * value.shape[3] <= _FEW and not rules.partial:
-        columns = math.sqrt(value.shape[3])
-        return _Norms(columns, columns, count * columns, count * columns * math.sqrt(query.shape[3]) * half.largest[0])
+    is_small = max(queries * shares, key.shape[1]) <= _FEW
 
     def norms(x: jax.Array) -> jax.Array:
         # NaN in one example must not decide the factor of others.
@@ -197,7 +193,8 @@ def _norms(half: _Half, out: jax.Array, dout: jax.Array, rules: Rules) -> _Norms
     def largest_sum(x: jax.Array) -> jax.Array:  # over the rows of the heads of a group
         return largest(x.reshape(*x.shape[:2], -1, shares).sum(axis=(1, 3))[:, None])
 
-    rows, most = norms(dout), largest(norms(value))
+    most = largest(norms(value))
+    rows = jnp.full(dout.shape[:3], math.sqrt(dout.shape[3]), jnp.float32) if is_small else norms(dout)
     if rules.partial:  # otherwise the output is a mean of these values
         most = jnp.maximum(most, largest(norms(out)))
     return _Norms(most, largest(rows), largest_sum(rows), largest_sum(rows * norms(query)))
