@@ -100,6 +100,9 @@ SUBJECT = Subject(
         "int8": call_of(MIXED, page=8, head_dim=64, cache="int8", scaled=True),
         "float8": call_of(DECODE, page=8, head_dim=64, cache="float8_e4m3fn", scaled=True),
         "pages of 8": call_of(FEW, page=8, head_dim=64, tokens=3, sinks=True, sliding_window=5, return_lse=True),
+        "prefill": call_of(
+            ((1, 13), (0, 7), (3, 12)), page=8, head_dim=64, tokens=6, sinks=True, sliding_window=5, return_lse=True
+        ),
         "256 columns": call_of(
             MIXED,
             page=8,
@@ -116,7 +119,7 @@ SUBJECT = Subject(
             MIXED, page=8, heads=(20, 1), keys_only=True, head_dim=192, value_dim=128, tokens=20, sliding_window=5
         ),
     },
-    briefly=("mixed", "pages of 8"),
+    briefly=("mixed", "pages of 8", "prefill"),
     backends={
         "mosaic_gpu": Backend(dtypes=("bfloat16", "float16"), simulate=simulate_hopper, tested_apart=True),
         "xla": Backend(dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(block_pages=2, tiles=2), None)),
