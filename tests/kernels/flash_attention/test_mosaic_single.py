@@ -127,8 +127,11 @@ def test_exponents_of_several_arrays_are_those_of_each(shapes, axes):
     arrays = [rng.standard_normal(shape).astype(np.float32) * 10.0 ** rng.integers(-30, 30) for shape in shapes]
     arrays[0][0, 0, 0, :3] = np.inf, -np.inf, np.nan
     arrays[-1][1] = 0
+    arrays.append(np.float16(np.ones(shapes[0])))
     expected = [exponents(x, axes) for x in arrays]
-    for found, one in zip(exponents_of(arrays, axes), expected, strict=True):
+    with jax.numpy_dtype_promotion("strict"):
+        exponents_found = exponents_of(arrays, axes)
+    for found, one in zip(exponents_found, expected, strict=True):
         np.testing.assert_array_equal(found, one)
 
 

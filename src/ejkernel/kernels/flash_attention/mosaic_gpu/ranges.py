@@ -29,7 +29,8 @@ def exponents_of(arrays: Sequence[jax.Array], axes: tuple[int, ...]) -> tuple[ja
         return tuple(exponents(x, axes) for x in arrays)
     common = math.gcd(*sizes)
     width = next(width for width in range(min(common, _WIDEST), 0, -1) if common % width == 0)
-    magnitudes = jnp.abs(jnp.concatenate([x.reshape(len(x), -1, width) for x in arrays], axis=1))
+    rows = [x.reshape(len(x), -1, width).astype(jnp.float32) for x in arrays]
+    magnitudes = jnp.abs(jnp.concatenate(rows, axis=1))
     of_rows = jnp.where(magnitudes < jnp.inf, magnitudes, 0).max(axis=2)
     numbers = np.arange(len(arrays))
     owner = np.repeat(numbers, [size // width for size in sizes])
