@@ -20,7 +20,7 @@ PAGE = 4
 # New tokens and all tokens of each sequence: none, one, and whole pages among them.
 DECODE = ((1, 1), (1, 4), (0, 0), (1, 9), (1, 0), (1, 5))
 MIXED = ((5, 5), (1, 13), (0, 7), (6, 8), (3, 12), (1, 1))
-# Without prefill, which has kernels of its own: each transformation simulates all kernels, and this takes seconds.
+# Without prefill, whose other kernels each transformation would simulate, too, for seconds.
 FEW = ((1, 13), (0, 7), (1, 12))
 
 

@@ -120,10 +120,10 @@ def find_on(source: Source, aim: Target, mesh_devices: int | None = None) -> Fou
         aim: The target.
         mesh_devices: The number of devices of the program's mesh, if this machine may lack them.
     """
-    from ejkernel.ops.autotuner.process.worker import Worker
-
     if mesh_devices is None:
         return find(source) if aim.name == "here" else _traced_for(aim, source, find).on(aim.fingerprint)
+    from ejkernel.ops.autotuner.process.worker import Worker
+
     # In a new process: JAX fixes its number of devices at the start, and these are CPU devices.
     with contextlib.closing(Worker()) as many:
         found: Found = many.call(_find_for_mesh, source, aim, mesh_devices, doing=_finding())

@@ -24,7 +24,7 @@ _USED = re.compile(r'"used_scoped_memory_configs":\[.*?"size":"(\d+)"')
 def abstract_device(platform: str, device_kind: str, num_cores: int) -> Any:
     """Return a context in which Pallas lowers for this kind of device."""
     device = jax.sharding.AbstractDevice(device_kind=device_kind, num_cores=num_cores, platform=platform)
-    # Without axes, because a program may have a mesh of its own.
+    # Without axes: a program may set another mesh.
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 

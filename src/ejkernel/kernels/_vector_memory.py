@@ -220,10 +220,10 @@ def _of_chip(call: OperationCall, sizes: Mapping[str, int], surely: bool) -> int
 
 
 def beyond_fit(*dims: int) -> float:
-    """Return how many times as many intermediate values as by the weights kernels with wide heads keep.
+    """Return the factor on the fitted intermediate values for heads wider than those of the fitted kernels.
 
-    Kernels with heads of up to 1,024 dimensions keep up to 2.4 times as many, except for fused gradients and splash
-    attention's forward.
+    With up to 1,024 dimensions, compiled kernels kept up to 2.4 times as many values as by the fit, except for fused
+    gradients and splash attention's forward.
     """
     return 1 + 0.6 * max(max(dims) - _FITTED, 0) / 256
 

@@ -363,7 +363,7 @@ def _one_group(matrix: Any, scale: Any, block: Block | None) -> Any:
 
 
 def _by_rows(x: Any, scale: Any, block: Block | None) -> tuple[Any, Any, Block | None]:
-    """Return rows whose scales some leading axes share, but not all, with scales for each row."""
+    """Return an operand with scales for each row, if only some leading axes share them."""
     leading = () if block is None else full_block(block, len(x.shape))[:-1]
     if block is None or set(leading) != {1, None}:
         return x, scale, block

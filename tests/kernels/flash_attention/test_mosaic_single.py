@@ -33,9 +33,16 @@ def mosaic():
         pytest.skip(reason)
 
 
-@functools.cache
 def programs(rules, params):
     """Return the simulated forward and backward, which compile once for all operands of the same shapes."""
+    from ejkernel.kernels.flash_attention.mosaic_gpu import single
+
+    return compiled(rules, params, single._FEW)
+
+
+@functools.cache
+def compiled(rules, params, few):
+    """Return these programs, with the limit `few` that they were compiled with."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from ejkernel.kernels.flash_attention.mosaic_gpu import single
@@ -92,7 +99,6 @@ def test_gradients_that_are_sums_over_all_rows_stay_in_range(few, monkeypatch):
     from ejkernel.kernels.flash_attention.mosaic_gpu import single
 
     monkeypatch.setattr(single, "_FEW", few)
-    programs.cache_clear()
     operands, ones = SMALL.operands(), jnp.ones((2, 64, 2, 64))
     # All queries see the first key most, so that its gradients are sums over all rows.
     operands = operands._replace(query=ones, key=jnp.zeros_like(operands.key).at[:, 0].set(0.2))

@@ -259,6 +259,17 @@ def test_each_candidate_has_an_estimate_or_a_reason(estimates):
     assert rows[8][2] == "not estimated: simulating it takes longer than 600 s"
 
 
+def interrupt_after_three(run):
+    """Interrupt a run of estimates once it has three."""
+
+    def interrupt(inv, finished, number):
+        if finished == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(progress=interrupt)
+
+
 def test_an_interrupted_run_goes_on_where_it_stopped(store):
     files, done = EstimateFiles(store.path), []
 
@@ -266,13 +277,8 @@ def test_an_interrupted_run_goes_on_where_it_stopped(store):
         done.append(choice.config)
         return Program(cycles=choice.config * 1000.0)
 
-    def interrupt(inv, finished, number):
-        if finished == 3:
-            raise KeyboardInterrupt
-
     run = functools.partial(estimate_calls, [CALL], V6E, simulate=simulated, store=files)
-    with pytest.raises(KeyboardInterrupt):
-        run(progress=interrupt)
+    interrupt_after_three(run)
     stored, before = files.load(CALL.key), len(done)
     assert stored.unfinished
     assert len(stored.ranked) == 3
@@ -291,13 +297,8 @@ def test_an_interrupted_run_of_refused_candidates_repeats_only_those_that_were_k
         done.append(choice.config)
         raise CandidateError("the worker was killed by SIGKILL" if len(done) == 2 else "not estimated: it branches")
 
-    def interrupt(inv, finished, number):
-        if finished == 3:
-            raise KeyboardInterrupt
-
     run = functools.partial(estimate_calls, [CALL], V6E, simulate=refused, store=files)
-    with pytest.raises(KeyboardInterrupt):
-        run(progress=interrupt)
+    interrupt_after_three(run)
     first = list(done)
     (found,) = run()
     assert first[1] in done[len(first) :]

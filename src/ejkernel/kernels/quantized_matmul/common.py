@@ -10,7 +10,7 @@ from ejkernel.ops.implementation import OperationCall
 from .quantized import LARGEST, Block
 
 LONGEST_INT8 = (2**31 - 1) // 128**2
-"""Products of two int8 numbers whose sum fits in int32, also where all are -128."""
+"""The most products of two int8 numbers that int32 can sum, even if each number is -128."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with a gradient by a rule of their own: a tangent or a second derivative raises an error that says so."""
+"""Custom gradients of layers, without tangents or second derivatives: these raise an error that says so."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def _no_second_derivative(*_: Any) -> Any:
     )
 
 
-# An argument of a layer, which has gradients but no tangents, and a tangent of one. Gradients transpose the tangent; to
-# compute it is an error, earlier than JAX's own, which names neither the layer nor what to do. `jax.custom_jvp` would
-# batch the tangents of gradients, too: with a primitive only those that are computed are batched.
+# An argument of a layer, which has gradients but no tangents, and its tangent. Gradients transpose the tangent;
+# computing it raises this error before JAX's own, which names neither the layer nor what to do. `jax.custom_jvp` would
+# also batch the tangents of gradients; with primitives, `vmap` batches a tangent only if it is computed.
 _argument_p = compat.tracing.Primitive("quantized_dense_argument")
 _tangent_p = compat.tracing.Primitive("quantized_dense_tangent")
 

@@ -148,6 +148,7 @@ class _AloneKernel:
 
     def _produce(self, count: Any) -> None:
         pipeline = self.memory.pipeline
+        bundles_of_group = self.plan.heads // self.plan.groups // self.plan.sharing
 
         @pl.loop(0, count)
         def _copy(number: Any) -> None:
@@ -157,9 +158,8 @@ class _AloneKernel:
                 # Consumers convert whole slabs, so that none of their rows may have any values.
                 size = ROWS if self.plan.single else self.plan.rows(name)
                 source, buffer = getattr(self.inputs, name), getattr(self.memory, self.staged(name))
-                shares = self.plan.heads // self.plan.groups // self.plan.sharing
                 for head, rows, own in self._heads(name, item, slab, size):
-                    group = quotient(head, shares) if name in ("key", "value") else head
+                    group = quotient(head, bundles_of_group) if name in ("key", "value") else head
                     at, full = (item.stage, slab, own), pipeline.full.at[item.stage]
                     self.matrices.copy_in(source, (item.example, rows, group), buffer, at, full)
 

@@ -19,10 +19,11 @@ _FEW = 1 << 23  # numbers; reading more of them in one kernel takes longer than 
 
 
 def exponents_of(arrays: Sequence[jax.Array], axes: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """Return `exponents` of each array, of axes that are all or all but the first.
+    """Return `exponents` of each array; `axes` are all, or all but the first.
 
-    For small arrays, XLA has two kernels for all of them instead of two for each. With 16 examples of 577 tokens, 12
-    heads of 64 columns, this takes 142 us instead of 127; with one example of 256, 8 heads, 11 instead of 18.
+    XLA reads small arrays in one kernel instead of one for each: a float32 forward of 256 tokens and 8 heads of 64
+    columns takes 11 us instead of 18. Large arrays are read one by one: 127 us instead of 142 for 16 examples of 577
+    tokens and 12 heads.
     """
     sizes = [math.prod(x.shape[1:]) for x in arrays]
     if len(arrays) < 2 or sum(x.size for x in arrays) > _FEW or 0 in sizes:

@@ -38,14 +38,14 @@ class _Half(NamedTuple):
     Attributes:
         operands: The operands.
         query, value: The factors that they were multiplied with.
-        largest: Upper bounds of the magnitudes of query and key.
+        largest_key: An upper bound of the magnitudes of the key.
         others: The exponents of other arrays.
     """
 
     operands: Operands
     query: jax.Array
     value: jax.Array
-    largest: tuple[jax.Array, jax.Array]
+    largest_key: jax.Array
     others: list[jax.Array]
 
 
@@ -106,8 +106,8 @@ def _half(operands: Operands, dout: jax.Array | None = None, out: jax.Array | No
     at_value = power_of_two(-(of_value if out is None else jnp.maximum(of_value, of_others[-1])))
     scaled = (query * at_query, key / at_query, value * at_value)
     halves = dict(zip(Operands._fields, map(_rounded, scaled), strict=False))
-    largest = [jnp.minimum(power_of_two(exponent), _LARGEST) for exponent in (of_query + shift, of_key - shift)]
-    return _Half(operands._replace(**halves), at_query, at_value, (largest[0], largest[1]), of_others)
+    largest_key = jnp.minimum(power_of_two(of_key - shift), _LARGEST)
+    return _Half(operands._replace(**halves), at_query, at_value, largest_key, of_others)
 
 
 def _without_padding(operands: Operands) -> tuple[jax.Array, ...]:
@@ -154,7 +154,7 @@ def _cotangent_factor(half: _Half, out: jax.Array, dout: jax.Array, rules: Rules
     slope = 2 * norms.value / kept  # times the norm of a row's cotangent, it limits the gradient of the row's scores
     limits = (
         slope * norms.row * 2**_RAISED,
-        slope * norms.row * rules.scale * half.largest[1],
+        slope * norms.row * rules.scale * half.largest_key,
         slope * norms.queries * rules.scale,
         norms.rows / kept,
     )
