@@ -34,7 +34,7 @@ from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.measure.measurement import OnEach, Runner, interleaved
 from ejkernel.ops.autotuner.measure.sampling import Case
 from ejkernel.ops.core.description import rebuild
-from ejkernel.ops.core.examples import example_sets
+from ejkernel.ops.core.examples import example_sets, saver
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.implementation import OperationConfig
 
@@ -84,7 +84,7 @@ def _measure(bundle: Path, indices: Sequence[int], tell: Connection) -> None:
     (call,) = read_bundle(bundle)
     inv = rebuild(call.description)
     heuristic = Choice(config=call.configs[0], platform=inv.platform)
-    sets = example_sets(inv, np.random.default_rng(0), heuristic)
+    sets = example_sets(inv, np.random.default_rng(0), saver(inv.node.forward, heuristic))
     for index in indices:
         program = call.candidates[index].program
         tell.send((index, None))

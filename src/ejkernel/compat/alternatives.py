@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import warnings
@@ -28,55 +27,47 @@ from ejkernel.compat.tracing import Primitive, register_batching, trace_context,
 _config: Any = config
 
 
-class Alternatives(abc.ABC):
-    """Two forms of a computation on flat arrays, with equal results; hashable."""
-
-    @abc.abstractmethod
-    def plain(self, *arrays: jax.Array) -> Sequence[jax.Array]:
-        """Compute with JAX's own operations."""
-
-    @abc.abstractmethod
-    def on_hopper(self, *arrays: jax.Array) -> Sequence[jax.Array]:
-        """Compute with a kernel of Pallas' Triton backend, without gradients."""
-
-
 alternatives_p = Primitive("ejkernel_alternatives")
 alternatives_p.multiple_results = True
 
 
-def on_hopper_or_plain(forms: Alternatives, *arrays: jax.Array) -> list[jax.Array]:
+def on_hopper_or_plain(forms: Any, *arrays: jax.Array) -> list[jax.Array]:
     """Run the form for Hopper in programs for one such GPU, and in shards; the plain form otherwise, and under `vmap`.
 
     A program lowered on a machine without a GPU has the plain form. An exported program has it too, because JAX cannot
     serialize kernels of Pallas' Triton backend.
+
+    Args:
+        forms: A hashable object with two methods that take these arrays and compute equal results: `plain`, with JAX's
+            own operations, and `on_hopper`, with a kernel of Pallas' Triton backend, without gradients.
+        arrays: The arrays.
     """
     found: list[jax.Array] = alternatives_p.bind(*arrays, forms=forms)
     return found
 
 
-def _impl(*arrays: jax.Array, forms: Alternatives) -> Sequence[jax.Array]:
+def _impl(*arrays: jax.Array, forms: Any) -> Any:
     if avoids_jit():  # a jitted function would call this function forever
         return forms.plain(*arrays)
-    found: Sequence[jax.Array] = _jitted(forms)(*arrays)
-    return found
+    return _jitted(forms)(*arrays)
 
 
 @functools.lru_cache(maxsize=64)
-def _jitted(forms: Alternatives) -> Any:
+def _jitted(forms: Any) -> Any:
     return jax.jit(functools.partial(on_hopper_or_plain, forms))
 
 
 @functools.lru_cache(maxsize=256)
-def _types(forms: Alternatives, avals: tuple[Any, ...], _: Any) -> Sequence[Any]:
+def _types(forms: Any, avals: tuple[Any, ...], _: Any) -> Sequence[Any]:
     types: Sequence[Any] = traced(forms.plain, avals).out_avals
     return types
 
 
-def _abstract_eval(*avals: Any, forms: Alternatives) -> Sequence[Any]:
+def _abstract_eval(*avals: Any, forms: Any) -> Sequence[Any]:
     return _types(forms, avals, trace_context())
 
 
-def _lower(ctx: Any, *values: Any, forms: Alternatives) -> Any:
+def _lower(ctx: Any, *values: Any, forms: Any) -> Any:
     platforms = tuple(ctx.module_context.platforms)
     if len(platforms) > 1:
         return lower_each_platform(ctx, functools.partial(_lower, forms=forms), *values)
@@ -107,7 +98,7 @@ def _is_for_hopper() -> bool:
         return False
 
 
-def _batch(axis_data: Any, arrays: Sequence[Any], axes: Sequence[Any], *, forms: Alternatives) -> tuple[Any, Any]:
+def _batch(axis_data: Any, arrays: Sequence[Any], axes: Sequence[Any], *, forms: Any) -> tuple[Any, Any]:
     if all(axis is None for axis in axes):
         found = alternatives_p.bind(*arrays, forms=forms)
         return found, [None] * len(found)

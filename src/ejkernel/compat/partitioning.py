@@ -38,17 +38,6 @@ def explicit_sizes(mesh: Any) -> dict[str, int]:
     return {name: size for name, size, kind in named if kind == AxisType.Explicit}
 
 
-def has_auto_axes(mesh: Any) -> bool:
-    """Return whether a mesh has automatic axes, which XLA's partitioner handles."""
-    return AxisType.Auto in mesh.axis_types
-
-
-def spec_of(aval: Any) -> PartitionSpec:
-    """Return the partition spec of an array over explicit axes."""
-    spec: PartitionSpec = aval.sharding.spec
-    return spec
-
-
 def with_spec(aval: Any, mesh: Any, spec: Iterable[Any]) -> Any:
     """Return the array's type with this sharding."""
     return aval.update(sharding=NamedSharding(mesh, _full(spec, aval)))

@@ -73,10 +73,9 @@ def span_of_context(context: Any, partitioned: bool) -> Span | None:
     """
     mesh = getattr(context, "mesh", None)
     if isinstance(mesh, jax.sharding.Mesh) and mesh not in _placeholders and mesh is not _mesh.get_concrete_mesh():
-        known = span_of(mesh.devices.flat)
-        return None if known is None else dataclasses.replace(known, partitioned=partitioned)
-    count = int(mesh.size if mesh is not None else getattr(context, "num_devices", None) or 1)
-    found = span_of_number(count)
+        found = span_of(mesh.devices.flat)
+    else:
+        found = span_of_number(int(mesh.size if mesh is not None else getattr(context, "num_devices", None) or 1))
     return None if found is None else dataclasses.replace(found, partitioned=partitioned)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.compat.partitioning import AskedToSplit, LogicalMesh, asked_of, primes
 from ejkernel.compat.processes import Span
-from ejkernel.compat.tracing import calls_of
+from ejkernel.compat.tracing import uses_of
 
 _mlir: Any = mlir
 _ir: Any = _mlir.ir
@@ -41,7 +41,7 @@ class SplitOperation(NamedTuple):
 
     def calls(self, primitive: Any) -> list[tuple[dict[str, Any], list[Any]]]:
         """Return the parameters and argument types of each use of a primitive in one device's shard."""
-        return calls_of(primitive, self.asked.part, self.types, axis_env=list(self.mesh.shape.items()))
+        return uses_of(primitive, jax.make_jaxpr(self.asked.part, axis_env=list(self.mesh.shape.items()))(*self.types))
 
 
 def split_operations(lowered: Any) -> Iterator[SplitOperation]:

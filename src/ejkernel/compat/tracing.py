@@ -33,6 +33,7 @@ make_user_context: Any = jax.make_user_context
 outside_traces: Callable[[], bool] = core.trace_state_clean
 # `jax.extend.core` exports this class, but imports Pallas, which took a third of the time of `import ejkernel.ops`.
 Primitive: Any = type(jax.lax.add_p)
+jaxprs_in: Callable[[Any], Iterator[Any]] = _core.jaxprs_in_params  # of the parameters of an equation
 
 
 def traced(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
@@ -181,20 +182,10 @@ def evaluate_without_arguments(jaxpr: Any, wanted: Sequence[bool]) -> list[Any]:
     return list(_core.jaxpr_as_fun(closed)())
 
 
-def calls_of(
-    primitive: Any, function: Callable[..., Any], types: Sequence[Any], axis_env: Sequence[tuple[str, int]] = ()
-) -> list[tuple[dict[str, Any], list[Any]]]:
-    """Return the parameters and argument types of each use of a primitive in a function."""
-    plain = [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in types]
-    return list(_calls_in(primitive, jax.make_jaxpr(function, axis_env=list(axis_env))(*plain).jaxpr))
-
-
-def _calls_in(primitive: Any, jaxpr: Any) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-    for equation in jaxpr.eqns:
-        if equation.primitive is primitive:
-            yield equation.params, [var.aval for var in equation.invars]
-        for inner in _core.jaxprs_in_params(equation.params):
-            yield from _calls_in(primitive, inner)
+def uses_of(primitive: Any, program: Any) -> list[tuple[dict[str, Any], list[Any]]]:
+    """Return the parameters and argument types of each use of a primitive in a closed jaxpr."""
+    found = [equation for equation in _equations(program.jaxpr) if equation.primitive is primitive]
+    return [(equation.params, [var.aval for var in equation.invars]) for equation in found]
 
 
 class KernelFacts(NamedTuple):
@@ -229,7 +220,7 @@ def kernel_facts(closed: Any) -> KernelFacts:
 def _equations(jaxpr: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         yield equation
-        for inner in _core.jaxprs_in_params(equation.params):
+        for inner in jaxprs_in(equation.params):
             yield from _equations(inner)
 
 

@@ -113,7 +113,7 @@ def explicit_axes(array: Any, *, least: int = 1) -> tuple[tuple[str, ...], ...]:
     aval = _aval(array)
     mesh = compat.tracing.explicit_mesh([aval])
     rank = len(getattr(array, "shape", ()))
-    entries = (*(() if mesh is None else compat.partitioning.spec_of(aval)), *[None] * rank)[:rank]
+    entries = (*(() if mesh is None else aval.sharding.spec), *[None] * rank)[:rank]
     return tuple(tuple(name for name in mesh_axes(entry) if mesh.shape[name] >= least) for entry in entries)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
@@ -22,58 +22,67 @@ from ejkernel.kernels.flash_attention.operation import flash_attention as _flash
 from ejkernel.ops.core.types import Flag, Number
 from ejkernel.ops.utils.messages.names import names_checked
 
+from ._names import by_name
+
 SegmentIds = Int[Array, "*batch length"] | tuple[Int[Array, "*batch queries"], Int[Array, "*batch keys"]]
 Output = Float[Array, "*batch queries heads value_dim"]
 LogSumExp = Float[Array, "*batch heads queries"]
 
-_NAMES_ELSEWHERE = {  # in JAX, flash-attn, PyTorch, Tokamax, xFormers, Flax and Pallas
-    "q": "query",
-    "k": "key",
-    "v": "value",
-    "is_causal": "causal",
-    "scale": "softmax_scale",
-    "sm_scale": "softmax_scale",
-    "scaling": "softmax_scale",
-    "logits_scale": "softmax_scale",
-    "mask": "attention_mask",
-    "attn_mask": "use `attention_mask=` for a boolean mask, `bias=` for numbers to add.",
-    "attn_bias": "bias",
-    "ab": "bias",
-    "alibi_slopes": "pass the slopes times the distances as `bias=`.",
-    "window_size": "use `sliding_window=`, with None instead of -1 for no limit.",
-    "local_window_size": "sliding_window",
-    "window": "sliding_window",
-    "softcap": "logits_soft_cap",
-    "soft_cap": "logits_soft_cap",
-    "logit_cap": "logits_soft_cap",
-    "attn_logits_soft_cap": "logits_soft_cap",
-    "dropout_p": "dropout_rate",
-    "p": "dropout_rate",
-    "dropout_rng": "dropout_key",
-    "query_seq_lengths": "query_lengths",
-    "q_seqlen": "query_lengths",
-    "q_lens": "query_lengths",
-    "key_value_seq_lengths": "key_lengths",
-    "kv_seqlen": "key_lengths",
-    "kv_lens": "key_lengths",
-    "q_segment_ids": "use `segment_ids=`, one array for both or a pair, `(of_queries, of_keys)`.",
-    "kv_segment_ids": "use `segment_ids=`, one array for both or a pair, `(of_queries, of_keys)`.",
-    "cu_seqlens_q": "use `segment_ids=`, with a document number for each token.",
-    "cu_seqlens_k": "use `segment_ids=`, with a document number for each token.",
-    "s_aux": "sinks",
-    "softmax_aux": "sinks",
-    "attention_sink": "sinks",
-    "enable_gqa": "heads are grouped whenever keys have fewer of them than queries; leave it out.",
-    "return_residual": "return_lse",
-    "return_residuals": "return_lse",
-    "save_residuals": "return_lse",
-    "return_attn_probs": "return_lse",
-    "logits_dtype": "logits are float32; leave it out.",
-    "block_sizes": "cfg",
-    "config": "cfg",
-    "backend": "implementation",
-    "impl": "implementation",
-}
+# The names in JAX, flash-attn, PyTorch, Tokamax, xFormers, Flax and Pallas.
+_NAMES_ELSEWHERE = by_name(
+    {
+        "query": "q",
+        "key": "k",
+        "value": "v",
+        "causal": "is_causal",
+        "softmax_scale": "scale sm_scale scaling logits_scale",
+        "attention_mask": "mask",
+        "use `attention_mask=` for a boolean mask, `bias=` for numbers to add.": "attn_mask",
+        "bias": "attn_bias ab",
+        "pass the slopes times the distances as `bias=`.": "alibi_slopes",
+        "use `sliding_window=`, with None instead of -1 for no limit.": "window_size",
+        "sliding_window": "local_window_size window",
+        "logits_soft_cap": "softcap soft_cap logit_cap attn_logits_soft_cap",
+        "dropout_rate": "dropout_p p",
+        "dropout_key": "dropout_rng",
+        "query_lengths": "query_seq_lengths q_seqlen q_lens",
+        "key_lengths": "key_value_seq_lengths kv_seqlen kv_lens",
+        "use `segment_ids=`, one array for both or a pair, `(of_queries, of_keys)`.": "q_segment_ids kv_segment_ids",
+        "use `segment_ids=`, with a document number for each token.": "cu_seqlens_q cu_seqlens_k",
+        "sinks": "s_aux softmax_aux attention_sink",
+        "heads are grouped whenever keys have fewer of them than queries; leave it out.": "enable_gqa",
+        "return_lse": "return_residual return_residuals save_residuals return_attn_probs",
+        "logits are float32; leave it out.": "logits_dtype",
+        "cfg": "block_sizes config",
+        "implementation": "backend impl",
+    }
+)
+
+
+class _Options(TypedDict, total=False):
+    """The options of `flash_attention` that do not affect the type of its result."""
+
+    causal: Flag
+    softmax_scale: Number | None
+    bias: Float[Array, "*broadcastable"] | None
+    attention_mask: Bool[Array, "*broadcastable"] | None
+    segment_ids: SegmentIds | None
+    query_lengths: Int[Array, "*batch"] | None
+    key_lengths: Int[Array, "*batch"] | None
+    sinks: Float[Array, " heads"] | None
+    sliding_window: SlidingWindow | None
+    logits_soft_cap: Number | None
+    soft_cap_after_bias: Flag
+    dropout_rate: Number
+    dropout_key: jax.Array | None
+    precision: str | jax.lax.Precision | None
+    deterministic: Flag
+    axis_name: str | Sequence[str] | None
+    zigzag: Flag
+    gather_keys: Flag | None
+    implementation: str | Sequence[str] | None
+    bucket_lengths: bool
+    cfg: FlashAttentionConfig | None
 
 
 @overload
@@ -82,28 +91,8 @@ def flash_attention(
     key: Float[Array, "*batch keys groups head_dim"],
     value: Float[Array, "*batch keys groups value_dim"],
     *,
-    causal: Flag = False,
-    softmax_scale: Number | None = None,
-    bias: Float[Array, "*broadcastable"] | None = None,
-    attention_mask: Bool[Array, "*broadcastable"] | None = None,
-    segment_ids: SegmentIds | None = None,
-    query_lengths: Int[Array, "*batch"] | None = None,
-    key_lengths: Int[Array, "*batch"] | None = None,
-    sinks: Float[Array, " heads"] | None = None,
-    sliding_window: SlidingWindow | None = None,
-    logits_soft_cap: Number | None = None,
-    soft_cap_after_bias: Flag = False,
-    dropout_rate: Number = 0.0,
-    dropout_key: jax.Array | None = None,
-    precision: str | jax.lax.Precision | None = None,
-    deterministic: Flag = False,
     return_lse: Literal[False] = False,
-    axis_name: str | Sequence[str] | None = None,
-    zigzag: Flag = False,
-    gather_keys: Flag | None = None,
-    implementation: str | Sequence[str] | None = None,
-    bucket_lengths: bool = False,
-    cfg: FlashAttentionConfig | None = None,
+    **options: Unpack[_Options],
 ) -> Output: ...
 
 
@@ -113,28 +102,8 @@ def flash_attention(
     key: Float[Array, "*batch keys groups head_dim"],
     value: Float[Array, "*batch keys groups value_dim"],
     *,
-    causal: Flag = False,
-    softmax_scale: Number | None = None,
-    bias: Float[Array, "*broadcastable"] | None = None,
-    attention_mask: Bool[Array, "*broadcastable"] | None = None,
-    segment_ids: SegmentIds | None = None,
-    query_lengths: Int[Array, "*batch"] | None = None,
-    key_lengths: Int[Array, "*batch"] | None = None,
-    sinks: Float[Array, " heads"] | None = None,
-    sliding_window: SlidingWindow | None = None,
-    logits_soft_cap: Number | None = None,
-    soft_cap_after_bias: Flag = False,
-    dropout_rate: Number = 0.0,
-    dropout_key: jax.Array | None = None,
-    precision: str | jax.lax.Precision | None = None,
-    deterministic: Flag = False,
     return_lse: Literal[True],
-    axis_name: str | Sequence[str] | None = None,
-    zigzag: Flag = False,
-    gather_keys: Flag | None = None,
-    implementation: str | Sequence[str] | None = None,
-    bucket_lengths: bool = False,
-    cfg: FlashAttentionConfig | None = None,
+    **options: Unpack[_Options],
 ) -> tuple[Output, LogSumExp]: ...
 
 
@@ -144,28 +113,8 @@ def flash_attention(
     key: Float[Array, "*batch keys groups head_dim"],
     value: Float[Array, "*batch keys groups value_dim"],
     *,
-    causal: Flag = False,
-    softmax_scale: Number | None = None,
-    bias: Float[Array, "*broadcastable"] | None = None,
-    attention_mask: Bool[Array, "*broadcastable"] | None = None,
-    segment_ids: SegmentIds | None = None,
-    query_lengths: Int[Array, "*batch"] | None = None,
-    key_lengths: Int[Array, "*batch"] | None = None,
-    sinks: Float[Array, " heads"] | None = None,
-    sliding_window: SlidingWindow | None = None,
-    logits_soft_cap: Number | None = None,
-    soft_cap_after_bias: Flag = False,
-    dropout_rate: Number = 0.0,
-    dropout_key: jax.Array | None = None,
-    precision: str | jax.lax.Precision | None = None,
-    deterministic: Flag = False,
     return_lse: Flag,
-    axis_name: str | Sequence[str] | None = None,
-    zigzag: Flag = False,
-    gather_keys: Flag | None = None,
-    implementation: str | Sequence[str] | None = None,
-    bucket_lengths: bool = False,
-    cfg: FlashAttentionConfig | None = None,
+    **options: Unpack[_Options],
 ) -> Output | tuple[Output, LogSumExp]: ...
 
 

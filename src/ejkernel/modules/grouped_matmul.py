@@ -45,30 +45,24 @@ from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.messages.names import names_checked
 from ejkernel.ops.utils.values.signature import is_array
 
-_NAMES_ELSEWHERE = {  # in jax.lax.ragged_dot, Megablox, Tokamax, grouped_gemm and PyTorch
-    "group_offset": "first_group",
-    "batch_sizes": "group_sizes",
-    "m_sizes": "group_sizes",
-    "group_lengths": "group_sizes",
-    "offs": "group_sizes= are the sizes of groups, not their ends; pass jnp.diff(offs, prepend=0).",
-    "group_offsets": "group_sizes= are the sizes of groups, not offsets; pass their differences.",
-    "trans_b": "transpose_rhs",
-    "transpose_b": "transpose_rhs",
-    "rhs_transposed": "transpose_rhs",
-    "dtype": "preferred_element_type",
-    "out_dtype": "preferred_element_type",
-    "output_dtype": "preferred_element_type",
-    "scale": "row_scale",
-    "num_groups": "groups",
-    "num_actual_groups": "groups",
-    "tiling": "cfg",
-    "config": "cfg",
-    "x": "lhs",
-    "a": "lhs",
-    "w": "rhs",
-    "b": "rhs",
-    "weight": "rhs",
-}
+from ._names import by_name
+
+# The names in jax.lax.ragged_dot, Megablox, Tokamax, grouped_gemm and PyTorch.
+_NAMES_ELSEWHERE = by_name(
+    {
+        "first_group": "group_offset",
+        "group_sizes": "batch_sizes m_sizes group_lengths",
+        "group_sizes= are the sizes of groups, not their ends; pass jnp.diff(offs, prepend=0).": "offs",
+        "group_sizes= are the sizes of groups, not offsets; pass their differences.": "group_offsets",
+        "transpose_rhs": "trans_b transpose_b rhs_transposed",
+        "preferred_element_type": "dtype out_dtype output_dtype",
+        "row_scale": "scale",
+        "groups": "num_groups num_actual_groups",
+        "cfg": "tiling config",
+        "lhs": "x a",
+        "rhs": "w b weight",
+    }
+)
 
 
 @overload

@@ -17,7 +17,7 @@ from ejkernel.kernels._options import check_values, int32
 from ejkernel.kernels.paged_attention import _arguments as arguments
 from ejkernel.kernels.paged_attention import cache
 from ejkernel.ops.errors import ArgumentError, EjkernelError
-from ejkernel.ops.utils.messages.names import frames_hidden, names_checked
+from ejkernel.ops.utils.messages.names import check_argument, frames_hidden, names_checked
 from ejkernel.ops.utils.values.scalars import Takes, python_numbers
 
 from .paged_attention import NAMES_ELSEWHERE, Pages, Scale
@@ -247,10 +247,9 @@ class PagePool:
         Raises:
             ArgumentError: A sequence has more pages than columns, or is not in the pool.
         """
-        if not isinstance(sequences, Iterable):
-            raise ArgumentError(f"sequences must be a list of sequences of the pool, got {sequences!r}.")
-        if columns is not None and (not is_integer(columns) or columns < 0):
-            raise ArgumentError(f"columns must be an integer >= 0 or None, got {columns!r}.")
+        check_argument(isinstance(sequences, Iterable), "sequences", "a list of sequences of the pool", sequences)
+        is_count = columns is None or (is_integer(columns) and columns >= 0)
+        check_argument(is_count, "columns", "an integer >= 0 or None", columns)
         pages = [self._of(sequence).pages for sequence in sequences]
         longest = max(map(len, pages), default=0)
         if columns is not None and columns < longest:
@@ -289,6 +288,5 @@ class PagePool:
 
     @staticmethod
     def _count(tokens: Any) -> int:
-        if not is_integer(tokens) or tokens < 0:
-            raise ArgumentError(f"tokens must be an integer >= 0, got {tokens!r}.")
+        check_argument(is_integer(tokens) and tokens >= 0, "tokens", "an integer >= 0", tokens)
         return int(tokens)  # sums of small NumPy integers overflow

@@ -14,20 +14,20 @@ from ejkernel.kernels.layer_norm.operation import layer_norm as _layer_norm
 from ejkernel.ops.core.types import Number
 from ejkernel.ops.utils.messages.names import names_checked
 
-_NAMES_ELSEWHERE = {  # in Flax, PyTorch, Tokamax and flash-attn
-    "epsilon": "eps",
-    "variance_epsilon": "eps",
-    "scale": "weight",
-    "gamma": "weight",
-    "offset": "bias",
-    "beta": "bias",
-    "axis": "layer_norm normalises the last axis; move yours there.",
-    "axes": "layer_norm normalises the last axis; move yours there.",
-    "reduction_axes": "layer_norm normalises the last axis; move yours there.",
-    "normalized_shape": "layer_norm normalises the last axis; leave it out.",
-    "prenorm": "with residual= the sum is always returned; leave it out.",
-    "config": "cfg",
-}
+from ._names import by_name
+
+# The names in Flax, PyTorch, Tokamax and flash-attn.
+_NAMES_ELSEWHERE = by_name(
+    {
+        "eps": "epsilon variance_epsilon",
+        "weight": "scale gamma",
+        "bias": "offset beta",
+        "layer_norm normalises the last axis; move yours there.": "axis axes reduction_axes",
+        "layer_norm normalises the last axis; leave it out.": "normalized_shape",
+        "with residual= the sum is always returned; leave it out.": "prenorm",
+        "cfg": "config",
+    }
+)
 
 
 @overload

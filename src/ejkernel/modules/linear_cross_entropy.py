@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,51 +31,32 @@ from ejkernel.ops.errors import ArgumentError, ConfigError
 from ejkernel.ops.utils.messages.names import did_you_mean, names_checked
 from ejkernel.ops.utils.values.scalars import Takes, given_text, python_numbers
 
+from ._names import by_name
+
 _range: Any = jnp.iinfo  # it has no annotations
 _REDUCTIONS = ("mean", "sum", "none")
-_NAMES_ELSEWHERE = {  # in Optax, Tokamax, Liger, levanter, EasyDeL and PyTorch
-    "logits": "linear_cross_entropy computes the logits; pass x= and weight=, the arguments of the last matmul.",
-    "hidden": "x",
-    "hidden_states": "x",
-    "input": "x",
-    "_input": "x",
-    "embeddings": "x",
-    "pred_embeddings": "x",
-    "weights": "weight= is the matrix of the last matmul; pass weights of tokens as token_weights.",
-    "w": "weight",
-    "lm_head_weight": "weight",
-    "pred_lm_head": "weight",
-    "kernel": "weight",
-    "embedding": "weight= with transpose_weight=True takes an embedding [V, d].",
-    "target": "labels",
-    "targets": "labels",
-    "target_ids": "labels",
-    "target_y": "labels",
-    "labels_ids": "labels",
-    "attention_mask": "token_weights",
-    "mask": "token_weights",
-    "where": "token_weights",
-    "loss_weight": "token_weights",
-    "ce_weight": "token_weights= has a weight for each token; weights of classes are not supported.",
-    "logsumexp_weight": "z_loss",
-    "lse_square_scale": "z_loss",
-    "z_loss_weight": "z_loss",
-    "logit_soft_cap": "logits_soft_cap",
-    "logit_softcap": "logits_soft_cap",
-    "softcap": "logits_soft_cap",
-    "soft_cap": "logits_soft_cap",
-    "logit_scale": "logits_scale",
-    "accum_dtype": "accumulation_dtype",
-    "dtype": "accumulation_dtype",
-    "smoothing": "label_smoothing",
-    "vocab_parallel_axis": "vocab_axis",
-    "return_z_loss": "return_lse=True returns the log-sum-exp; the z-loss is z_loss * lse ** 2.",
-    "return_argmax": "return_accuracy",
-    "return_token_accuracy": "return_accuracy",
-    "chunk_size": "cfg",
-    "block_sizes": "cfg",
-    "config": "cfg",
-}
+# The names in Optax, Tokamax, Liger, levanter, EasyDeL and PyTorch.
+_NAMES_ELSEWHERE = by_name(
+    {
+        "linear_cross_entropy computes the logits; pass x= and weight=, the arguments of the last matmul.": "logits",
+        "x": "hidden hidden_states input _input embeddings pred_embeddings",
+        "weight= is the matrix of the last matmul; pass weights of tokens as token_weights.": "weights",
+        "weight": "w lm_head_weight pred_lm_head kernel",
+        "weight= with transpose_weight=True takes an embedding [V, d].": "embedding",
+        "labels": "target targets target_ids target_y labels_ids",
+        "token_weights": "attention_mask mask where loss_weight",
+        "token_weights= has a weight for each token; weights of classes are not supported.": "ce_weight",
+        "z_loss": "logsumexp_weight lse_square_scale z_loss_weight",
+        "logits_soft_cap": "logit_soft_cap logit_softcap softcap soft_cap",
+        "logits_scale": "logit_scale",
+        "accumulation_dtype": "accum_dtype dtype",
+        "label_smoothing": "smoothing",
+        "vocab_axis": "vocab_parallel_axis",
+        "return_lse=True returns the log-sum-exp; the z-loss is z_loss * lse ** 2.": "return_z_loss",
+        "return_accuracy": "return_argmax return_token_accuracy",
+        "cfg": "chunk_size block_sizes config",
+    }
+)
 _LOG_PROBS_ELSEWHERE = _NAMES_ELSEWHERE | {
     "reduction": "token_log_probs returns one number for each token; add them up, or use linear_cross_entropy.",
     "z_loss": "token_log_probs has no z_loss; use linear_cross_entropy.",
@@ -86,29 +67,47 @@ _Config = LinearCrossEntropyConfig | LinearCrossEntropyGradientsConfig
 Floats = Float[Array, "*batch"]
 
 
+class _Options(TypedDict, total=False):
+    """The options of both operations that do not affect the types of their results."""
+
+    transpose_weight: bool
+    bias: Float[Array, " V"] | None
+    ignore_index: int | None
+    logits_soft_cap: Number | None
+    logits_scale: Number | None
+    accumulation_dtype: DTypeLike | None
+    precision: str | jax.lax.Precision | None
+    vocab_axis: str | Sequence[str] | None
+    memory_limit: int | None
+    implementation: str | Sequence[str] | None
+
+
+class _LossOptions(_Options, total=False):
+    """Those of `linear_cross_entropy`."""
+
+    token_weights: Float[Array, "*batch"] | Bool[Array, "*batch"] | None
+    reduction: Literal["mean", "sum", "none"]
+    label_smoothing: Number
+    z_loss: Number
+    cfg: _Config | None
+
+
+class _LogProbsOptions(_Options, total=False):
+    """Those of `token_log_probs`."""
+
+    temperature: Number
+    cfg: LinearCrossEntropyConfig | None
+
+
 @overload
 def linear_cross_entropy(
     x: Float[Array, "*batch d"],
     weight: Float[Array, "d V"] | Float[Array, "V d"],
     labels: Int[Array, "*batch"],
     *,
-    transpose_weight: bool = False,
-    bias: Float[Array, " V"] | None = None,
-    token_weights: Float[Array, "*batch"] | Bool[Array, "*batch"] | None = None,
-    ignore_index: int | None = -100,
-    reduction: Literal["mean", "sum", "none"] = "mean",
-    label_smoothing: Number = 0.0,
-    z_loss: Number = 0.0,
-    logits_soft_cap: Number | None = None,
-    logits_scale: Number | None = None,
-    accumulation_dtype: DTypeLike | None = None,
     return_lse: Literal[False] = False,
     return_accuracy: Literal[False] = False,
-    precision: str | jax.lax.Precision | None = None,
-    vocab_axis: str | Sequence[str] | None = None,
-    memory_limit: int | None = None,
-    implementation: str | Sequence[str] | None = None,
-    cfg: _Config | None = None,
+    **options: Unpack[_LossOptions],
 ) -> Float[Array, "*batch"]: ...
 
 
@@ -118,23 +117,9 @@ def linear_cross_entropy(
     weight: Float[Array, "d V"] | Float[Array, "V d"],
     labels: Int[Array, "*batch"],
     *,
-    transpose_weight: bool = False,
-    bias: Float[Array, " V"] | None = None,
-    token_weights: Float[Array, "*batch"] | Bool[Array, "*batch"] | None = None,
-    ignore_index: int | None = -100,
-    reduction: Literal["mean", "sum", "none"] = "mean",
-    label_smoothing: Number = 0.0,
-    z_loss: Number = 0.0,
-    logits_soft_cap: Number | None = None,
-    logits_scale: Number | None = None,
-    accumulation_dtype: DTypeLike | None = None,
     return_lse: bool = False,
     return_accuracy: bool = False,
-    precision: str | jax.lax.Precision | None = None,
-    vocab_axis: str | Sequence[str] | None = None,
-    memory_limit: int | None = None,
-    implementation: str | Sequence[str] | None = None,
-    cfg: _Config | None = None,
+    **options: Unpack[_LossOptions],
 ) -> Any: ...
 
 
@@ -262,19 +247,8 @@ def token_log_probs(
     weight: Float[Array, "d V"] | Float[Array, "V d"],
     labels: Int[Array, "*batch"],
     *,
-    transpose_weight: bool = False,
-    bias: Float[Array, " V"] | None = None,
-    temperature: Number = 1.0,
-    ignore_index: int | None = -100,
-    logits_soft_cap: Number | None = None,
-    logits_scale: Number | None = None,
-    accumulation_dtype: DTypeLike | None = None,
     return_entropy: Literal[False] = False,
-    precision: str | jax.lax.Precision | None = None,
-    vocab_axis: str | Sequence[str] | None = None,
-    memory_limit: int | None = None,
-    implementation: str | Sequence[str] | None = None,
-    cfg: LinearCrossEntropyConfig | None = None,
+    **options: Unpack[_LogProbsOptions],
 ) -> Float[Array, "*batch"]: ...
 
 
@@ -284,19 +258,8 @@ def token_log_probs(
     weight: Float[Array, "d V"] | Float[Array, "V d"],
     labels: Int[Array, "*batch"],
     *,
-    transpose_weight: bool = False,
-    bias: Float[Array, " V"] | None = None,
-    temperature: Number = 1.0,
-    ignore_index: int | None = -100,
-    logits_soft_cap: Number | None = None,
-    logits_scale: Number | None = None,
-    accumulation_dtype: DTypeLike | None = None,
     return_entropy: Literal[True],
-    precision: str | jax.lax.Precision | None = None,
-    vocab_axis: str | Sequence[str] | None = None,
-    memory_limit: int | None = None,
-    implementation: str | Sequence[str] | None = None,
-    cfg: LinearCrossEntropyConfig | None = None,
+    **options: Unpack[_LogProbsOptions],
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]: ...
 
 

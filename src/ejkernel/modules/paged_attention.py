@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from jaxtyping import Array, Float, Int
 
@@ -22,55 +22,58 @@ from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.messages.names import names_checked
 from ejkernel.ops.utils.values.scalars import Takes, given_text, python_numbers
 
+from ._names import by_name
+
 Pages = Float[Array, "pages page_size kv_heads 2 head_dim"] | Int[Array, "pages page_size kv_heads 2 head_dim"]
 Scale = Number | Float[Array, " kv_heads"]
 Output = Float[Array, "tokens heads value_dim"]
 LogSumExp = Float[Array, "tokens heads"]
 
-NAMES_ELSEWHERE = {  # in tpu-inference, Tokamax, vLLM, FlashInfer and flash-attn
-    "query": "q",
-    "queries": "q",
-    "kv_cache": "kv_pages",
-    "key_cache": "kv_pages= has keys and values; join separate caches with jnp.stack([keys, values], axis=-2).",
-    "value_cache": "kv_pages= has keys and values; join separate caches with jnp.stack([keys, values], axis=-2).",
-    "k_pages": "kv_pages= has keys and values; join separate caches with jnp.stack([keys, values], axis=-2).",
-    "v_pages": "kv_pages= has keys and values; join separate caches with jnp.stack([keys, values], axis=-2).",
-    "k": "write new keys to the cache with append_to_pages; kv_pages= has keys and values.",
-    "v": "write new values to the cache with append_to_pages; kv_pages= has keys and values.",
-    "paged_kv_cache": "kv_pages",
-    "block_tables": "page_table",
-    "block_table": "page_table",
-    "page_indices": "page_table= has two axes, [sequences, pages]; reshape a flat table.",
-    "kv_indices": "page_table= has two axes, [sequences, pages], one row for each sequence; it needs no kv_indptr.",
-    "kv_indptr": "page_table= has one row for each sequence; leave it out.",
-    "cu_q_lens": "query_offsets",
-    "cu_seqlens_q": "query_offsets",
-    "qo_indptr": "query_offsets",
-    "query_start_loc": "query_offsets",
-    "kv_lens": "kv_lengths",
-    "lengths": "kv_lengths",
-    "seq_lens": "kv_lengths",
-    "seqused_k": "kv_lengths",
-    "kv_last_page_len": "kv_lengths= has the number of all keys of each sequence.",
-    "context_lens": "kv_lengths= counts the new tokens as well.",
-    "cache_seqlens": "kv_lengths= counts the new tokens as well.",
-    "scale": "softmax_scale",
-    "sm_scale": "softmax_scale",
-    "soft_cap": "logits_soft_cap",
-    "softcap": "logits_soft_cap",
-    "attn_logits_soft_cap": "logits_soft_cap",
-    "window": "sliding_window",
-    "window_size": "sliding_window= is the number of earlier keys that a query sees.",
-    "window_left": "sliding_window",
-    "s_aux": "sinks",
-    "attention_sink": "sinks",
-    "k_descale": "k_scale",
-    "v_descale": "v_scale",
-    "causal": "attention is always causal; leave it out.",
-    "config": "cfg",
-    "block_sizes": "cfg",
-    "backend": "implementation",
-}
+# The names in tpu-inference, Tokamax, vLLM, FlashInfer and flash-attn.
+NAMES_ELSEWHERE = by_name(
+    {
+        "q": "query queries",
+        "kv_pages": "kv_cache paged_kv_cache",
+        "kv_pages= has keys and values; join separate caches with jnp.stack([keys, values], axis=-2).": (
+            "key_cache value_cache k_pages v_pages"
+        ),
+        "write new keys to the cache with append_to_pages; kv_pages= has keys and values.": "k",
+        "write new values to the cache with append_to_pages; kv_pages= has keys and values.": "v",
+        "page_table": "block_tables block_table",
+        "page_table= has two axes, [sequences, pages]; reshape a flat table.": "page_indices",
+        "page_table= has two axes, [sequences, pages], one row for each sequence; it needs no kv_indptr.": "kv_indices",
+        "page_table= has one row for each sequence; leave it out.": "kv_indptr",
+        "query_offsets": "cu_q_lens cu_seqlens_q qo_indptr query_start_loc",
+        "kv_lengths": "kv_lens lengths seq_lens seqused_k",
+        "kv_lengths= has the number of all keys of each sequence.": "kv_last_page_len",
+        "kv_lengths= counts the new tokens as well.": "context_lens cache_seqlens",
+        "softmax_scale": "scale sm_scale",
+        "logits_soft_cap": "soft_cap softcap attn_logits_soft_cap",
+        "sliding_window": "window window_left",
+        "sliding_window= is the number of earlier keys that a query sees.": "window_size",
+        "sinks": "s_aux attention_sink",
+        "k_scale": "k_descale",
+        "v_scale": "v_descale",
+        "attention is always causal; leave it out.": "causal",
+        "cfg": "config block_sizes",
+        "implementation": "backend",
+    }
+)
+
+
+class _Options(TypedDict, total=False):
+    """The options of `paged_attention` that do not affect the type of its result."""
+
+    plan: PagedPlan | None
+    softmax_scale: Number | None
+    logits_soft_cap: Number | None
+    sliding_window: int | None
+    sinks: Float[Array, " heads"] | None
+    k_scale: Scale | None
+    v_scale: Scale | None
+    value_dim: int | None
+    implementation: str | Sequence[str] | None
+    cfg: PagedAttentionConfig | None
 
 
 @overload
@@ -81,17 +84,8 @@ def paged_attention(
     query_offsets: Int[Array, " sequences_and_one"],
     kv_lengths: Int[Array, " sequences"],
     *,
-    plan: PagedPlan | None = None,
-    softmax_scale: Number | None = None,
-    logits_soft_cap: Number | None = None,
-    sliding_window: int | None = None,
-    sinks: Float[Array, " heads"] | None = None,
-    k_scale: Scale | None = None,
-    v_scale: Scale | None = None,
-    value_dim: int | None = None,
     return_lse: Literal[False] = False,
-    implementation: str | Sequence[str] | None = None,
-    cfg: PagedAttentionConfig | None = None,
+    **options: Unpack[_Options],
 ) -> Output: ...
 
 
@@ -103,17 +97,8 @@ def paged_attention(
     query_offsets: Int[Array, " sequences_and_one"],
     kv_lengths: Int[Array, " sequences"],
     *,
-    plan: PagedPlan | None = None,
-    softmax_scale: Number | None = None,
-    logits_soft_cap: Number | None = None,
-    sliding_window: int | None = None,
-    sinks: Float[Array, " heads"] | None = None,
-    k_scale: Scale | None = None,
-    v_scale: Scale | None = None,
-    value_dim: int | None = None,
     return_lse: Flag,
-    implementation: str | Sequence[str] | None = None,
-    cfg: PagedAttentionConfig | None = None,
+    **options: Unpack[_Options],
 ) -> Any: ...
 
 

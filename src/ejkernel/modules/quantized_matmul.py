@@ -38,27 +38,26 @@ from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.messages.names import names_checked
 from ejkernel.ops.utils.values.signature import is_array
 
+from ._names import by_name
 from .grouped_matmul import (
     QuantizedGroupedActivationConfig,
     QuantizedGroupedMatmulConfig,
     grouped_matmul,
 )
 
-_NAMES_ELSEWHERE = {  # in PyTorch, Qwix, Transformer Engine and DeepGEMM
-    "lhs": "x",
-    "rhs": "w",
-    "weight": "w",
-    "scale_a": "x_scale",
-    "scale_b": "w_scale",
-    "lhs_scale": "x_scale",
-    "rhs_scale": "w_scale",
-    "weight_scale": "w_scale",
-    "dtype": "preferred_element_type",
-    "out_dtype": "preferred_element_type",
-    "use_fast_accum": "accumulation='fast' is use_fast_accum=True.",
-    "transpose_rhs": "transpose_w",
-    "config": "cfg",
-}
+# The names in PyTorch, Qwix, Transformer Engine and DeepGEMM.
+_NAMES_ELSEWHERE = by_name(
+    {
+        "x": "lhs",
+        "w": "rhs weight",
+        "x_scale": "scale_a lhs_scale",
+        "w_scale": "scale_b rhs_scale weight_scale",
+        "preferred_element_type": "dtype out_dtype",
+        "accumulation='fast' is use_fast_accum=True.": "use_fast_accum",
+        "transpose_w": "transpose_rhs",
+        "cfg": "config",
+    }
+)
 
 
 @names_checked({})

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -130,11 +130,8 @@ def ragged_paged_attention(  # noqa: PLR0917 - the order of the kernels for TPUs
 def _check(kv_cache: Any, distribution: Any, use_causal_mask: Any) -> None:
     if not canonical_flag("use_causal_mask", use_causal_mask):
         raise ArgumentError("use_causal_mask must be True: a paged cache has no later keys; got False.")
-    if not _is_integers(distribution) or len(distribution.shape) != 1 or not distribution.shape[0]:
-        raise ArgumentError(
-            f"distribution must be an integer array whose last entry is the number of sequences; got "
-            f"{type_text(distribution)}."
-        )
+    last = "whose last entry is the number of sequences"
+    _check_integers("distribution", distribution, last, lambda shape: len(shape) == 1 and shape[0] > 0)
     pair = kv_cache if isinstance(kv_cache, tuple | list) else None
     fits = (
         len(pair) == 2 and all(is_array(x) and len(x.shape) == 4 and x.shape == pair[0].shape for x in pair)
@@ -152,22 +149,17 @@ def _check(kv_cache: Any, distribution: Any, use_causal_mask: Any) -> None:
 
 
 def _check_batch(kv_lens: Any, page_indices: Any, cu_q_lens: Any) -> None:
-    if not _is_integers(kv_lens) or len(kv_lens.shape) != 1:
-        raise ArgumentError(f"kv_lens must be an integer array [sequences]; got {type_text(kv_lens)}.")
+    _check_integers("kv_lens", kv_lens, "[sequences]", lambda shape: len(shape) == 1)
     sequences = kv_lens.shape[0]
-    if not _is_integers(cu_q_lens) or tuple(cu_q_lens.shape) != (sequences + 1,):
-        raise ArgumentError(
-            f"cu_q_lens must be an integer array [sequences + 1] = {(sequences + 1,)}; got {type_text(cu_q_lens)}."
-        )
-    if not _is_integers(page_indices) or math.prod(page_indices.shape) % max(sequences, 1):
-        raise ArgumentError(
-            f"page_indices must be an integer array with as many pages for each of the {sequences} kv_lens; got "
-            f"{type_text(page_indices)}."
-        )
+    offsets = (sequences + 1,)
+    _check_integers("cu_q_lens", cu_q_lens, f"[sequences + 1] = {offsets}", lambda shape: shape == offsets)
+    pages = f"with as many pages for each of the {sequences} kv_lens"
+    _check_integers("page_indices", page_indices, pages, lambda shape: math.prod(shape) % max(sequences, 1) == 0)
 
 
-def _is_integers(array: Any) -> bool:
-    return is_array(array) and bool(jnp.issubdtype(array.dtype, jnp.integer))
+def _check_integers(name: str, array: Any, wanted: str, fits: Callable[[tuple[int, ...]], bool]) -> None:
+    if not is_array(array) or not jnp.issubdtype(array.dtype, jnp.integer) or not fits(tuple(array.shape)):
+        raise ArgumentError(f"{name} must be an integer array {wanted}; got {type_text(array)}.")
 
 
 def _factor(name: str, value: Any) -> float:

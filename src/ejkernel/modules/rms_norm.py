@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,22 +28,21 @@ from ejkernel.ops.utils.messages.names import names_checked
 from ejkernel.ops.utils.values.scalars import Takes, given_text, python_numbers
 from ejkernel.ops.utils.values.signature import is_array
 
-_NAMES_ELSEWHERE = {  # in Flax, Optax, PyTorch, Tokamax and flash-attn
-    "epsilon": "eps",
-    "variance_epsilon": "eps",
-    "scale": "weight",
-    "gamma": "weight",
-    "scale_offset": "weight_offset",
-    "offset": "weight_offset",
-    "bias": "rms_norm has no bias; add it to the result.",
-    "dim": "axis",
-    "axes": "axis",
-    "reduction_axes": "axis",
-    "normalized_shape": "axis",
-    "prenorm": "with residual= the sum is always returned; leave it out.",
-    "use_scale": "without weight= the result is not scaled; leave it out.",
-    "config": "cfg",
-}
+from ._names import by_name
+
+# The names in Flax, Optax, PyTorch, Tokamax and flash-attn.
+_NAMES_ELSEWHERE = by_name(
+    {
+        "eps": "epsilon variance_epsilon",
+        "weight": "scale gamma",
+        "weight_offset": "scale_offset offset",
+        "rms_norm has no bias; add it to the result.": "bias",
+        "axis": "dim axes reduction_axes normalized_shape",
+        "with residual= the sum is always returned; leave it out.": "prenorm",
+        "without weight= the result is not scaled; leave it out.": "use_scale",
+        "cfg": "config",
+    }
+)
 
 
 def _normalized_axes(axis: Any, count: int) -> tuple[int, ...]:
@@ -57,17 +56,23 @@ def _normalized_axes(axis: Any, count: int) -> tuple[int, ...]:
     return found
 
 
+class _Options(TypedDict, total=False):
+    """The options of `rms_norm` that do not affect the type of its result."""
+
+    eps: Number
+    weight_offset: Number
+    axis: int | Sequence[int]
+    implementation: str | Sequence[str] | None
+
+
 @overload
 def rms_norm(
     x: Float[Array, "*rows dim"],
     weight: Float[Array, "*dim"] | None = None,
     *,
     residual: None = None,
-    eps: Number = 1e-6,
-    weight_offset: Number = 0.0,
-    axis: int | Sequence[int] = -1,
-    implementation: str | Sequence[str] | None = None,
     cfg: RmsNormConfig | None = None,
+    **options: Unpack[_Options],
 ) -> Float[Array, "*rows dim"]: ...
 
 
@@ -77,11 +82,8 @@ def rms_norm(
     weight: Float[Array, "*dim"] | None = None,
     *,
     residual: Float[Array, "*rows dim"],
-    eps: Number = 1e-6,
-    weight_offset: Number = 0.0,
-    axis: int | Sequence[int] = -1,
-    implementation: str | Sequence[str] | None = None,
     cfg: RmsNormConfig | None = None,
+    **options: Unpack[_Options],
 ) -> tuple[Float[Array, "*rows dim"], Float[Array, "*rows dim"]]: ...
 
 
@@ -92,11 +94,8 @@ def rms_norm(
     *,
     residual: None = None,
     quantize: DTypeLike,
-    eps: Number = 1e-6,
-    weight_offset: Number = 0.0,
-    axis: int | Sequence[int] = -1,
-    implementation: str | Sequence[str] | None = None,
     cfg: QuantizedRmsNormConfig | None = None,
+    **options: Unpack[_Options],
 ) -> Quantized: ...
 
 
@@ -107,11 +106,8 @@ def rms_norm(
     *,
     residual: Float[Array, "*rows dim"],
     quantize: DTypeLike,
-    eps: Number = 1e-6,
-    weight_offset: Number = 0.0,
-    axis: int | Sequence[int] = -1,
-    implementation: str | Sequence[str] | None = None,
     cfg: QuantizedRmsNormConfig | None = None,
+    **options: Unpack[_Options],
 ) -> tuple[Quantized, Float[Array, "*rows dim"]]: ...
 
 

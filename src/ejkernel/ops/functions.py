@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import types
@@ -141,8 +140,8 @@ def tune(
         called = _called(function, name)
         hooks = {"heuristic": heuristic, "bwd_heuristic": bwd_heuristic, "reference": reference}
         _check_functions(called, {**hooks, "example_inputs": example_inputs, "bucket": bucket})
-        spaces = _Directed(space, space if bwd_space is None else bwd_space)
-        declared = _Declared(function, called, spaces, constraints, _Directed(heuristic, bwd_heuristic or heuristic))
+        spaces = (space, space if bwd_space is None else bwd_space)
+        declared = _Declared(function, called, spaces, constraints, (heuristic, bwd_heuristic or heuristic))
         if not isinstance(version, str):
             raise KernelError(f"{declared.called}: version must be a string, got {version!r}.")
         members: dict[str, Any] = {
@@ -242,16 +241,9 @@ class TunedFunction(Kernel[Config, Out], Generic[P, Out]):
         self._declared.checked_config(config, f"{self.op_id}: {name}")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Directed(Generic[T]):
-    """A pair of values: for the forward and for the backward call."""
-
-    forward: T
-    backward: T
-
-    def of(self, inv: Invocation[Any, Any]) -> T:
-        """Return the value for the direction of a call."""
-        return self.backward if inv.direction == "bwd" else self.forward
+def _directed(pair: tuple[T, T], inv: Invocation[Any, Any]) -> T:
+    """Return the value for the direction of a call, from those for the forward and the backward."""
+    return pair[inv.direction == "bwd"]
 
 
 class _Declared:
@@ -261,18 +253,18 @@ class _Declared:
         self,
         function: Callable[..., Any],
         called: str,
-        spaces: _Directed[Space],
+        spaces: tuple[Space, Space],
         constraints: Constraints,
-        heuristics: _Directed[Heuristic | None],
+        heuristics: tuple[Heuristic | None, Heuristic | None],
     ) -> None:
         self.called = called
         with named(self.called):
             self._constraints = given_constraints(constraints)
         self._spaces, self._heuristics = spaces, heuristics
         parameters = inspect.signature(function).parameters
-        each = [_names_in(space, parameters, self.called) for space in (spaces.forward, spaces.backward)]
-        self.names = tuple(dict.fromkeys([*each[0], *each[1]]))
-        self._own = _Directed(*each)
+        forward, backward = (_names_in(space, parameters, self.called) for space in spaces)
+        self.names = tuple(dict.fromkeys([*forward, *backward]))
+        self._own = (forward, backward)
         self.signature = signature_for_calls(parameters, self.names, self.called)
         defaults = {name: parameters[name].default for name in self.names}
         self._defaults = {
@@ -281,14 +273,14 @@ class _Declared:
             if value is not inspect.Parameter.empty
         }
         missing = [name for name in self.names if name not in self._defaults]
-        if missing and heuristics.forward is None:
+        if missing and heuristics[0] is None:
             raise KernelError(
                 f"{self.called}: {', '.join(missing)} must have a default, which untuned calls run with; or pass "
                 "tune(..., heuristic=...)."
             )
         with named(self.called):
-            self._static = _Directed(self._known(spaces.forward, each[0]), self._known(spaces.backward, each[1]))
-        self._types = _types((self._static.forward, self._static.backward), self.names, self._defaults)
+            self._static = (self._known(spaces[0], forward), self._known(spaces[1], backward))
+        self._types = _types(self._static, self.names, self._defaults)
 
     def _known(self, space: Space, own: Sequence[str]) -> Collection[Config] | None:
         """Return the candidates of a space that is the same for all calls; `None` if it depends on the call."""
@@ -298,7 +290,7 @@ class _Declared:
 
     def heuristic_cfg(self, inv: Invocation[Any, Any]) -> Config:
         """Return the configuration of an untuned call."""
-        heuristic = self._heuristics.of(inv)
+        heuristic = _directed(self._heuristics, inv)
         found = {} if heuristic is None else asked(f"{self.called}: heuristic", heuristic, inv)
         if not isinstance(found, Mapping):
             raise ConfigError(f"{self.called}: heuristic must return a dictionary, got {found!r}.")
@@ -308,7 +300,7 @@ class _Declared:
     def config_space(self, inv: Invocation[Any, Any]) -> Collection[Config]:
         """Return the candidates of a call; only the heuristic's if the space is empty."""
         fixed, base = self._fixed(inv), self.heuristic_cfg(inv)
-        static, space = self._static.of(inv), self._spaces.of(inv)
+        static, space = _directed(self._static, inv), _directed(self._spaces, inv)
         if isinstance(static, ConfigSpace) and not fixed:
             return static
         if callable(space):
@@ -318,7 +310,7 @@ class _Declared:
                 name: asked(f"{self.called}: space[{name!r}]", values, inv) if callable(values) else values
                 for name, values in space.items()
             }
-        return self._listed(space, fixed, base, self._own.of(inv))
+        return self._listed(space, fixed, base, _directed(self._own, inv))
 
     def checked(self, name: str, value: object) -> Any:
         """Return the value of a tunable argument as plain data.

@@ -15,7 +15,7 @@ import numpy as np
 from ejkernel.ops.autotuner.measure.correctness import Deviation
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.callspec import leaf_name, take_apart
-from ejkernel.ops.core.examples import example_sets
+from ejkernel.ops.core.examples import example_sets, saver
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, overrides, prepared, with_python_numbers
 from ejkernel.ops.core.transformations.nodes import Choice, Flat, Forward
@@ -226,7 +226,7 @@ class Subject:
         return [*first, *(self._example(rng) for _ in range(count - len(first)))]
 
     def _example(self, rng: np.random.Generator) -> Arrays:
-        made, *_ = example_sets(self.inv, rng, Choice()).values()
+        made, *_ = example_sets(self.inv, rng, saver(self.inv.node.forward, Choice())).values()
         fits = [(like.shape, like.dtype) for like in made] == [(like.shape, like.dtype) for like in self.types]
         # If `prepare` reshapes or casts, examples for the kernel do not fit the call's arguments.
         return made if fits else [random_array(like, rng) for like in self.types]

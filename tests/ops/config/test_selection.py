@@ -408,6 +408,15 @@ def test_a_backward_without_a_configuration_takes_the_measured_one_of_its_forwar
     assert resolved(chain, backward) == (7, "forward")
 
 
+@pytest.mark.parametrize("transform", [jax.jacrev, jax.jacfwd, jax.hessian])
+def test_the_calls_of_a_jacobian_take_the_measured_configuration_of_their_forward(kernel, inv, transform):
+    with recording() as seen:
+        jax.jit(transform(kernel)).lower(X)
+    chain = ConfigSelectorChain()
+    chain.cache.put(inv.key, 7)
+    assert resolved(chain, seen[-1]) == (7, "forward")
+
+
 def test_a_backward_takes_an_overlay_of_its_forward_and_does_not_remember_it(inv, backward):
     chain = ConfigSelectorChain()
     with overlay_cache({inv.key: 7}):

@@ -35,7 +35,7 @@ from ejkernel.ops import (
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.core.description import rebuild
-from ejkernel.ops.core.examples import example_sets
+from ejkernel.ops.core.examples import example_sets, saver
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.registry import recording
 
@@ -270,7 +270,8 @@ def test_a_representative_is_measured_with_the_types_of_a_real_call_of_its_size(
     kernel = kind("same")
     five, eight = (calls_of(TRANSFORMED[name](kernel), rows(n), W) for n in (5, 8))
     for op, real in eight.items():
-        (arrays,) = example_sets(five[op].representative, np.random.default_rng(0), Choice(config=0)).values()
+        inv = five[op].representative
+        (arrays,) = example_sets(inv, np.random.default_rng(0), saver(inv.node.forward, Choice(config=0))).values()
         assert [(a.shape, a.dtype) for a in arrays] == [(like.shape, like.dtype) for like in real.array_types]
 
 

@@ -250,7 +250,7 @@ def token_tiles(shape: BatchShape, *arrays: jax.Array) -> Schedule:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedules(compat.alternatives.Alternatives):
+class Schedules:
     """Both forms of the schedules of `mosaic_gpu`; with a page table, of any offsets and lengths.
 
     Attributes:

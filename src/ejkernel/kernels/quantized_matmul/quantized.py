@@ -273,7 +273,7 @@ def _check_shards(x: jax.Array, block: Block) -> None:
     """Raise an `ArgumentError` if a block would be cut by the sharding of `x` over explicit mesh axes."""
     aval = jax.typeof(x)
     mesh = compat.tracing.explicit_mesh([aval])
-    for axis, entry in enumerate(compat.partitioning.spec_of(aval) if mesh is not None else ()):
+    for axis, entry in enumerate(aval.sharding.spec if mesh is not None else ()):
         shard, b = x.shape[axis] // math.prod(mesh.shape[name] for name in mesh_axes(entry)), block[axis]
         if b is not None and shard < x.shape[axis] and shard % b:
             raise ArgumentError(

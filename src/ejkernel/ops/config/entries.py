@@ -37,7 +37,7 @@ from ejkernel.ops.config._files import (
 from ejkernel.ops.config.policy import Action, StalePolicy
 from ejkernel.ops.config.spaces.axes import Axis
 from ejkernel.ops.config.spaces.space import ConfigSpace
-from ejkernel.ops.core.declared_names import note_type_of_heuristic, read_config, type_name
+from ejkernel.ops.core.declared_names import config_type_of, read_config, type_name
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of
 from ejkernel.ops.core.types import ConfigKey
@@ -199,9 +199,7 @@ def read_at(
 
 def saved_in(persistent: Any, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Iterator[tuple[Any, StoredEntry]]:
     """Yield the configurations of a call in a `PersistentCache` with their entries."""
-    if kernel.config_type is None:  # its entries name the type
-        note_type_of_heuristic(inv, kernel)
-    yield from persistent.found(inv.key, kernel.config_type)
+    yield from persistent.found(inv.key, kernel.config_type or config_type_of(inv, kernel))
 
 
 @or_unusable()

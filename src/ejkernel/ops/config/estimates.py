@@ -17,7 +17,7 @@ import jax
 
 from ejkernel.ops.config._files import CallFiles, CallRecord, UnusableError, now, version
 from ejkernel.ops.config._writing import write_file
-from ejkernel.ops.core.declared_names import decode_config, note_type_of_heuristic, type_name
+from ejkernel.ops.core.declared_names import config_type_of, decode_config, type_name
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import ConfigKey
@@ -115,8 +115,7 @@ class Estimates(CallRecord):
 
     def times(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> list[EstimatedTime]:
         """Return the estimates of decodable configurations, the fastest first."""
-        if kernel.config_type is None:
-            note_type_of_heuristic(inv, kernel)
+        config_type_of(inv, kernel)  # lets the rows name it
         found = []
         for row in self.ranked:
             try:

@@ -3,24 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
-from ejkernel.ops.core.callspec import CallSpec, array_names, is_call
+from ejkernel.ops.core.callspec import CallSpec, array_names, is_call, take_apart
 from ejkernel.ops.errors import ArgumentError, KernelError
+from ejkernel.ops.utils.messages.names import check_argument, is_count
 from ejkernel.ops.utils.values.signature import abstract, is_array
 
 StandIn = tuple[CallSpec, list[jax.ShapeDtypeStruct]]
-Retake = Callable[[tuple[Any, ...], dict[str, Any]], StandIn]
-
-
-class Bucket(NamedTuple):
-    """The arguments of a call, and those that represent its bucket."""
-
-    own: StandIn
-    found: StandIn
 
 
 def bucketed(array: object, *axes: int, least: int = 1) -> Any:
@@ -41,15 +34,13 @@ def bucketed(array: object, *axes: int, least: int = 1) -> Any:
     """
     if array is None:
         return None
-    if not is_array(array):
-        raise ArgumentError(f"array must be an array or None, got {array!r}.")
-    if type(least) is not int or least < 1 or least & (least - 1):
-        raise ArgumentError(f"least must be a power of two, got {least!r}.")
+    check_argument(is_array(array), "array", "an array or None", array)
+    check_argument(is_count(least, 1) and not least & (least - 1), "least", "a power of two", least)
     like = abstract(array)
     shape = list(like.shape)
     for axis in axes:
-        if not -len(shape) <= axis < len(shape):
-            raise ArgumentError(f"axes must be axes of an array of shape {tuple(shape)}, got {axis!r}.")
+        is_axis = -len(shape) <= axis < len(shape)
+        check_argument(is_axis, "axes", f"axes of an array of shape {tuple(shape)}", axis)
         shape[axis] = _rounded(like.shape[axis], axis, least)
     return jax.ShapeDtypeStruct(tuple(shape), like.dtype, weak_type=like.weak_type)
 
@@ -63,26 +54,27 @@ def _rounded(size: Any, axis: int, least: int) -> int:
     return max(least, 1 << (size - 1).bit_length()) if size else 0
 
 
-def checked_stand_in(op_id: str, answer: Any, own: StandIn, retake: Retake) -> StandIn:
-    """Check the result of `Kernel.bucket`, and return the arguments that represent the call's bucket.
+def checked_stand_in(inv: Any, answer: Any) -> StandIn | None:
+    """Return the arguments that represent the bucket of an `Invocation`; `None` if they are its own.
 
     Args:
-        op_id: Name of the operation, for messages.
-        answer: The result of `Kernel.bucket`, which should be `(args, kwargs)`.
-        own: The call's own arguments; they are returned if the answer is equal to them.
-        retake: Splits `(args, kwargs)` into a `CallSpec` and the types of the arrays.
+        inv: The invocation.
+        answer: The result of the kernel's `bucket`.
 
     Raises:
-        KernelError: The answer is not `(args, kwargs)`, or differs from the call in more than the sizes of arrays.
+        KernelError: The kernel's `bucket` does not return `(args, kwargs)`, or the arguments differ from the call's in
+            more than the sizes of arrays.
     """
+    op_id = inv.op_id
     if not is_call(answer):
         raise KernelError(f"{op_id}: bucket must return (args, kwargs), got {answer!r}.")
+    own = _taken_apart(inv, inv.args, inv.kwargs)
     try:
-        spec, types = retake(tuple(answer[0]), dict(answer[1]))
+        spec, types = _taken_apart(inv, *answer)
     except (TypeError, ArgumentError) as error:
         raise KernelError(f"{op_id}: bucket must return arguments of the kernel: {error}") from error
     if (spec, types) == own:
-        return own
+        return None
     if spec.array_structure != own[0].array_structure:
         raise KernelError(
             f"{op_id}: bucket must return arguments with the same structure as the call's, "
@@ -94,18 +86,24 @@ def checked_stand_in(op_id: str, answer: Any, own: StandIn, retake: Retake) -> S
                 f"{op_id}: bucket may change only the sizes of arrays, but it changed {name} from "
                 f"{like.dtype}{list(like.shape)} to {mine.dtype}{list(mine.shape)}."
             )
-    return spec, [
-        # Weak types are part of the key, and a hook that constructs types by hand loses them: keep the call's.
+    # Weak types are part of the key, and a hook that constructs types by hand loses them: keep the call's.
+    found = [
         jax.ShapeDtypeStruct(mine.shape, like.dtype, weak_type=like.weak_type)
         for mine, like in zip(types, own[1], strict=True)
     ]
+    return spec, found
 
 
-def not_idempotent(op_id: str, bucket: Bucket, again: StandIn) -> KernelError:
+def _taken_apart(inv: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StandIn:
+    spec, arrays = take_apart(inv.kernel, tuple(args), dict(kwargs), inv.method)
+    return spec, [abstract(array) for array in arrays]
+
+
+def not_idempotent(inv: Any, found: StandIn, again: StandIn) -> KernelError:
     """Return the error of a bucket that is itself represented by other arguments: tuning would use another key."""
     return KernelError(
-        f"{op_id}: bucket must be idempotent, but it returned {_shown(bucket.found)} for {_shown(bucket.own)}, and "
-        f"{_shown(again)} for its own result."
+        f"{inv.op_id}: bucket must be idempotent, but it returned {_shown(found)} for "
+        f"{_shown(_taken_apart(inv, inv.args, inv.kwargs))}, and {_shown(again)} for its own result."
     )
 
 

@@ -53,17 +53,13 @@ def config_type_of(inv: Invocation[Cfg, Out], kernel: Computation[Cfg, Out] | No
     """Return the configuration type that the kernel's class declares; if none, files may name its heuristic's type."""
     if kernel is None:
         return None
-    if kernel.config_type is None:
-        note_type_of_heuristic(inv, kernel)
-    return kernel.config_type
-
-
-def note_type_of_heuristic(inv: Invocation[Cfg, Out], kernel: Computation[Cfg, Out]) -> None:
-    """Let files name the type that the kernel's heuristic returns; its class declares no configuration type."""
+    if kernel.config_type is not None:
+        return kernel.config_type
     try:
         note_type(type(heuristic_config(kernel, inv)))
     except Exception as error:  # noqa: BLE001 - the heuristic runs again later, and raises its errors to the caller
         logger.debug("%s: the type of its configurations is unknown: %s", inv.op_id, error)
+    return None
 
 
 def check_kind(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out], config: object, what: str) -> None:

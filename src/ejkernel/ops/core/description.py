@@ -22,9 +22,9 @@ from ejkernel.ops.core.declared_names import names_of
 from ejkernel.ops.core.invocation import DEFAULT_PRNG, DEFAULT_PROMOTION, Invocation, invocation_of
 from ejkernel.ops.core.kernel import Kernel, living_kernels
 from ejkernel.ops.core.primitive import Call, residual_trees, types_of
-from ejkernel.ops.core.transformations.autodiff import SUFFIXES, differentiate
+from ejkernel.ops.core.transformations.autodiff import differentiate
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, TransposedVmapped, Vmapped
-from ejkernel.ops.core.transformations.nodes import Forward, Node
+from ejkernel.ops.core.transformations.nodes import SUFFIXES, Forward, Node
 from ejkernel.ops.errors import DescriptionError
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.fingerprint import device_kind
@@ -201,12 +201,11 @@ class _Builder:
         if type(axes) is not list or len(axes) != count or not all(map(_is_axis, axes, self._ranks(count))):
             raise DescriptionError(f"the axes {shown(axes)} do not fit {count} arrays")
         level = Level(size, tuple(axes), None if name is None else AxisName(name), None)
-        if not self.linear:
-            return _Builder(Vmapped(self.node, level), _batched(level, self.types, axes))
-        node: Node = LinearVmapped(self.node.transpose if transposed else self.node, level, fixed)
-        if transposed:
-            node, axes = node.transpose, [*axes[:fixed], *[0] * self.linear]
-        return _Builder(node, _batched(level, self.types, axes), self.linear, self.results)
+        node = Vmapped(self.node, level)
+        if self.linear:
+            node = (TransposedVmapped if transposed else LinearVmapped)(self.node, level, fixed)
+        types = _batched(level, self.types, node.argument_axes(len(self.types)))
+        return _Builder(node, types, self.linear, self.results)
 
     def _ranks(self, count: int) -> list[int]:
         """Return the ranks of `count` arguments; for arguments beyond the node's own, the highest allowed rank."""
@@ -216,7 +215,7 @@ class _Builder:
     def derived(self, step: list[Any], more: dict[str, Any]) -> _Builder:
         """Return the linear node for the node's tangents or gradients."""
         if more.get("residuals") is True:
-            return dataclasses.replace(self, node=_with_residuals(self.node)).derived(step, {})
+            return dataclasses.replace(self, node=self.node.with_residuals()).derived(step, {})
         kind, wrt = step
         if len(wrt) != len(self.types) or any(type(has) is not bool for has in wrt) or not any(wrt):
             raise DescriptionError(f"{kind} needs one flag for each of {len(self.types)} arrays, got {shown(wrt)}")
@@ -234,15 +233,6 @@ class _Builder:
         if kind == "vjp":
             linear, given, found = linear.transpose, found, given
         return _Builder(linear, [*map(abstract, saved), *self.types, *given], len(given), len(found))
-
-
-def _with_residuals(node: Node) -> Node:
-    """Return the forward, under the same `vmap`s, with residuals among its results."""
-    if isinstance(node, Vmapped) and not isinstance(node, LinearVmapped | TransposedVmapped):
-        return Vmapped(_with_residuals(node.of), node.level)
-    if isinstance(node, Forward):
-        return Forward(node.spec, residuals=True)
-    raise DescriptionError("only a forward has residuals")
 
 
 def _is_axis(axis: object, rank: int) -> bool:

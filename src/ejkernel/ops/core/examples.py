@@ -16,8 +16,7 @@ from ejkernel.ops.core.callspec import is_call, prepared, take_apart
 from ejkernel.ops.core.hooks import Computation, asked
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, kernel_of, overrides
-from ejkernel.ops.core.transformations.batching import Level, Vmapped
-from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
+from ejkernel.ops.core.transformations.nodes import Choice, Node
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.error_text import value_text
@@ -74,34 +73,40 @@ def why_not_finite(kernel: Computation[Any, Any], given: GivenInputs | None) -> 
 def example_sets(
     inv: Invocation[Cfg, Out],
     rng: np.random.Generator,
-    choice: Choice,
+    save: Save,
     given: GivenInputs | None = None,
     *,
-    save: Save | None = None,
     scale: float = 1.0,
 ) -> dict[str, list[Any]]:
     """Return sets of arrays for all arguments of `inv.node`, by name: the kernel's draws, or else a single set.
 
     A set has residuals, the call's own arrays, and tangents or cotangents. Residuals must match the arrays, so they are
-    computed, with `choice` or by `save`; arrays that neither the kernel nor the user makes are random. Arrays outside
-    the kernel's draws, such as cotangents, are the same in all sets.
+    computed by `save`; arrays that neither the kernel nor the user makes are random. Arrays outside the kernel's draws,
+    such as cotangents, are the same in all sets.
 
     Args:
         inv: The call.
         rng: Source of random numbers.
-        choice: The configuration of the forward that computes the residuals.
-        given: The user's inputs, in place of random arrays.
         save: A compiled function that computes the residuals; see `saver`.
+        given: The user's inputs, in place of random arrays.
         scale: Factor on the call's own floating-point arrays; see `may_be_scaled`.
     """
-    kernel, save = kernel_of(inv), save or saver(inv.node.forward, choice)
-    if given is None and overrides(kernel, "example_draws"):
-        shared: dict[int, Any] = {}
-        return {name: _completed(inv, rng, save, made, shared) for name, made in _draws(kernel, inv, rng).items()}
-    made = _primals(inv, rng) if given is None else given.arrays(inv, rng)
-    if scale != 1.0:
-        made = [array * jnp.asarray(scale, array.dtype) if is_inexact(array) else array for array in made]
-    return {"": _completed(inv, rng, save, made, {})}
+    kernel = kernel_of(inv)
+    if given is not None:
+        made = {"": given.arrays(inv, rng)}
+    elif makes_inputs(kernel):
+        made = _draws(kernel, inv, rng)
+    else:
+        lead, count = inv.node.lead, inv.node.spec.num_arrays
+        made = {"": [random_array(like, rng) for like in inv.argument_types[lead : lead + count]]}
+    shared: dict[int, Any] = {}
+    return {name: _completed(inv, rng, save, _scaled(arrays, scale), shared) for name, arrays in made.items()}
+
+
+def _scaled(arrays: list[Any], scale: float) -> list[Any]:
+    if scale == 1.0:
+        return arrays
+    return [array * jnp.asarray(scale, array.dtype) if is_inexact(array) else array for array in arrays]
 
 
 def guessed_integers(inv: Invocation[Cfg, Out]) -> str:
@@ -136,41 +141,10 @@ def _typed_as(array: Any, like: jax.ShapeDtypeStruct) -> Any:
     return jax.jit(lambda x: x).lower(like).compile()(array)
 
 
-def forward_with_residuals(forward: Node) -> Node:
-    """Return the forward call, under the same `vmap`s, with residuals among its results."""
-    levels = []
-    while isinstance(forward, Vmapped):
-        levels.append(forward.level)
-        forward = forward.of
-    node: Node = Forward(forward.spec, residuals=True)
-    for level in reversed(levels):
-        # A `vmap` over tangents alone has no example of the forward to batch.
-        if any(axis is not None for axis in level.axes):
-            node = Vmapped(node, level)
-    return node
-
-
 def saver(forward: Node, choice: Choice) -> Save:
     """Return a compiled function from a forward's arrays to its outputs and residuals."""
-    compiled: Save = jax.jit(forward_with_residuals(forward).flat(choice))
+    compiled: Save = jax.jit(forward.with_residuals().flat(choice))
     return compiled
-
-
-def _primals(inv: Invocation[Cfg, Out], rng: np.random.Generator) -> list[Any]:
-    """Return the arrays of the forward call, with the batch axes of all enclosing `vmap`s."""
-    kernel = kernel_of(inv)
-    levels = list(zip(inv.batch_axes or (), inv.batch_sizes, strict=True))
-    # Random arrays can be generated batched. The hook makes one example, so call it once for each batch element.
-    if levels and not overrides(kernel, "example_inputs"):
-        return [random_array(like, rng) for like in _batched_types(inv, levels)]
-    count = int(np.prod(inv.batch_sizes)) if overrides(kernel, "example_inputs") else 1
-    examples = [_one_example(kernel, inv, rng) for _ in range(max(1, count))]
-    return stacked(examples, levels)
-
-
-def _one_example(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], rng: np.random.Generator) -> list[Any]:
-    what = f"{kernel.op_id}: example_inputs"
-    return _of_types(inv, _arrays_of(asked(what, kernel.example_inputs, inv, rng), what), what)
 
 
 def _arrays_of(answer: Any, what: str) -> list[Any]:
@@ -181,27 +155,34 @@ def _arrays_of(answer: Any, what: str) -> list[Any]:
 
 
 def _draws(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], rng: np.random.Generator) -> dict[str, list[Any]]:
-    """Return the arrays of the forward call for each draw, by its name; `_primals` handles the case of one set."""
-    levels = list(zip(inv.batch_axes or (), inv.batch_sizes, strict=True))
+    """Return the arrays of the forward call for each of the kernel's draws, by its name."""
+    # The hooks make one example, so they are called once for each batch element.
     count = max(1, int(np.prod(inv.batch_sizes)))
     examples = [_one_of_each_draw(kernel, inv, rng) for _ in range(count)]
     if any(example.keys() != examples[0].keys() for example in examples):
         raise KernelError(f"{kernel.op_id}: example_draws must return draws with the same names each time.")
+    levels = list(zip(inv.batch_axes or (), inv.batch_sizes, strict=True))
     return {name: stacked([example[name] for example in examples], levels) for name in examples[0]}
 
 
 def _one_of_each_draw(
     kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], rng: np.random.Generator
 ) -> dict[str, list[Any]]:
-    what = f"{kernel.op_id}: example_draws"
-    answer: Any = asked(what, kernel.example_draws, inv, rng)
+    answer: Any
+    if overrides(kernel, "example_draws"):
+        what = f"{kernel.op_id}: example_draws"
+        answer = asked(what, kernel.example_draws, inv, rng)
+    else:
+        what = f"{kernel.op_id}: example_inputs"
+        answer = {"": asked(what, kernel.example_inputs, inv, rng)}
     if not isinstance(answer, Mapping) or not answer or not all(isinstance(name, str) for name in answer):
         raise KernelError(f"{what} must return (args, kwargs) by name, got {value_text(answer)}.")
-    made = {name: _arrays_of(one, f"{what}: {name!r}") for name, one in answer.items()}
     placed: dict[int, Any] = {}  # device arrays by the id of the host array, so that draws share common arrays
     found = {}
-    for name, arrays in made.items():
-        new = _of_types(inv, arrays, f"{what}: {name!r}")
+    for name, one in dict(answer).items():
+        named = f"{what}: {name!r}" if name else what
+        arrays = _arrays_of(one, named)
+        new = _of_types(inv, arrays, named)
         found[name] = [placed.setdefault(id(old), array) for old, array in zip(arrays, new, strict=True)]
     return found
 
@@ -219,13 +200,6 @@ def _of_types(inv: Invocation[Any, Any], made: Sequence[Any], what: str) -> list
         raise KernelError(f"{what} must be arrays of types {want}, got {got}.")
     # On the device, so that no measured call copies from the host.
     return [jax.device_put(leaf) for leaf in made]
-
-
-def _batched_types(inv: Invocation[Any, Any], levels: Sequence[tuple[Any, int]]) -> list[jax.ShapeDtypeStruct]:
-    types = [leaf for leaf in jax.tree.leaves((inv.abstract_args, inv.abstract_kwargs)) if is_array(leaf)]
-    for axes, size in reversed(levels):
-        types = list(map(Level(size, axes, None, None).batched, types, axes))
-    return types
 
 
 def stacked(examples: list[list[Any]], levels: Sequence[tuple[Any, int]]) -> list[Any]:

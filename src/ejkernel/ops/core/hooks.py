@@ -12,7 +12,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from ejkernel import compat
 from ejkernel.ops.core.types import Cfg, Out
@@ -204,15 +204,6 @@ def no_instance(cls: type) -> str:
     return f"{cls.__name__} is a kernel class: create the kernel first, {name} = {cls.__name__}({given}),"
 
 
-class _Directed(Protocol):
-    """The fields of an `Invocation` that select the form of a hook."""
-
-    @property
-    def platform(self) -> str: ...
-    @property
-    def direction(self) -> str: ...
-
-
 def _named_config_type(cls: type[Computation[Any, Any]]) -> type | None:
     """Return the configuration type that a class names in its bases, as in `Kernel[MyConfig, jax.Array]`.
 
@@ -376,7 +367,7 @@ def check_config(kernel: Computation[Cfg, Out], config: object, name: str = "cfg
     kernel._check_cfg(config, name)
 
 
-def _form_for(kernel: Computation[Cfg, Out], name: str, inv: _Directed) -> str:
+def _form_for(kernel: Computation[Cfg, Out], name: str, inv: Any) -> str:
     """Return the form of a hook for a call: for a backward call the backward's own hook, if the kernel has it."""
     if inv.direction == "bwd":
         # Both names of the forward's space, `config_space` and `candidate_cfgs`, map to `bwd_config_space`.
@@ -416,7 +407,7 @@ def _inner_hook(error: BaseException) -> str:
     return found
 
 
-def heuristic_config(kernel: Computation[Cfg, Out], inv: _Directed) -> Any:
+def heuristic_config(kernel: Computation[Cfg, Out], inv: Any) -> Any:
     """Return the configuration of the kernel's heuristic for a call, checked."""
     form = _form_for(kernel, "heuristic_cfg", inv)
     config = asked(f"{kernel.op_id}: {form}", getattr(kernel, form), inv)
@@ -429,7 +420,7 @@ def heuristic_config(kernel: Computation[Cfg, Out], inv: _Directed) -> Any:
     return config
 
 
-def candidates(kernel: Computation[Cfg, Out], name: str, inv: _Directed) -> Collection[Any]:
+def candidates(kernel: Computation[Cfg, Out], name: str, inv: Any) -> Collection[Any]:
     """Return the kernel's candidates for a call from the hook `name`, `config_space` or `candidate_cfgs`, checked."""
     form = _form_for(kernel, name, inv)
     answer = asked(f"{kernel.op_id}: {form}", getattr(kernel, form), inv)

@@ -15,11 +15,11 @@ from typing import Any, Final, Generic
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.core.bucketing import Bucket, StandIn, checked_stand_in, not_idempotent
+from ejkernel.ops.core.bucketing import StandIn, checked_stand_in, not_idempotent
 from ejkernel.ops.core.callspec import is_call, prepared, take_apart, without_defaults
 from ejkernel.ops.core.context import Numerics, numerics_in_force
 from ejkernel.ops.core.hooks import PLATFORMS, Computation, asked, form_of, heuristic_config, overrides
-from ejkernel.ops.core.transformations.batching import Level, Vmapped, unbatched
+from ejkernel.ops.core.transformations.batching import Level, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import ArgumentError, NoConfigError, UnstableKeyError, UnsupportedError
@@ -144,18 +144,7 @@ class Invocation(Generic[Cfg, Out]):
     @property
     def input_bytes(self) -> int:
         """Bytes of all arrays that the call takes; an array under `vmap` counts once for each example."""
-        if self.array_types:
-            return sum(_bytes_of(array) for array in self.array_types)
-        leaves = jax.tree.leaves(abstract_tree([list(self.args), dict(self.kwargs)]))
-        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
-        return sum(self._examples_of(index) * _bytes_of(array) for index, array in enumerate(arrays))
-
-    def _examples_of(self, index: int) -> int:
-        """Return the number of examples of an array under the enclosing `vmap`s; without batch axes, assume all."""
-        if self.batch_axes is None:
-            return math.prod(self.batch_sizes)
-        levels = zip(self.batch_axes, self.batch_sizes, strict=True)
-        return math.prod(size for axes, size in levels if axes[index] is not None)
+        return sum(int(math.prod(like.shape) * like.dtype.itemsize) for like in self.argument_types)
 
     @functools.cached_property
     def device_fingerprint(self) -> str:
@@ -177,29 +166,20 @@ class Invocation(Generic[Cfg, Out]):
         # Most kernels have no buckets: return early instead of splitting the call for nothing.
         if self.kernel is None or not overrides(self.kernel, "bucket"):
             return self
-        bucket = self._bucket()
-        if bucket is None:
+        found = self._stand_in()
+        if found is None:
             return self
-        inv = self._represented_by(bucket.found)
-        again = inv._bucket()
+        inv = self._represented_by(found)
+        again = inv._stand_in()
         if again is not None:
-            raise not_idempotent(self.op_id, bucket, again.found)
+            raise not_idempotent(self, found, again)
         return inv
 
-    def _taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn:
-        assert self.kernel is not None  # `representative` checks it
-        spec, arrays = take_apart(self.kernel, args, kwargs, self.method)
-        return spec, [abstract(array) for array in arrays]
-
-    def _bucket(self) -> Bucket | None:
-        """Return the call's arguments and those that represent its bucket; `None` if they are the same."""
+    def _stand_in(self) -> StandIn | None:
         bucket = getattr(self.kernel, "bucket")  # noqa: B009 - a hook of `Kernel`
         answer: Any = asked(f"{self.op_id}: bucket", bucket, self)
-        if is_call(answer) and answer[0] is self.args and answer[1] is self.kwargs:
-            return None
-        own = self._taken_apart(self.args, dict(self.kwargs))
-        found = checked_stand_in(self.op_id, answer, own, self._taken_apart)
-        return None if found is own else Bucket(own, found)
+        is_own = is_call(answer) and answer[0] is self.args and answer[1] is self.kwargs
+        return None if is_own else checked_stand_in(self, answer)
 
     def _represented_by(self, stand_in: StandIn) -> Invocation[Cfg, Out]:
         spec, types = stand_in
@@ -258,8 +238,8 @@ class Invocation(Generic[Cfg, Out]):
             "promotion": self.promotion if self.promotion != DEFAULT_PROMOTION else None,
         }
         if self._node is not None:
-            wiring = self._node.wiring
-            optional["steps"] = [_step(*step) for step in self._node.steps]
+            wiring = [step.wiring for step in self._node.steps]
+            optional["steps"] = [_step(*step.data) for step in self._node.steps]
             optional["wiring"] = wiring if any(wiring) else None
         else:
             axes = self.batch_axes or ()
@@ -310,10 +290,15 @@ class Invocation(Generic[Cfg, Out]):
         """The forward call of this derivative; `None` for a forward."""
         if self._node is None or not self._node.suffix:
             return None
-        kernel = self._node.spec.kernel
-        lead, count = self._node.lead, self._node.spec.num_arrays
-        own = self.array_types[lead : lead + count]
-        return dataclasses.replace(self, op_id=kernel.op_id, array_types=own, _node=self._node.forward)
+        spec, lead, node = self._node.spec, self._node.lead, self._node.forward
+        return dataclasses.replace(
+            self,
+            op_id=spec.kernel.op_id,
+            batch_axes=tuple(axes for _, axes in node.levels) or None,
+            batch_sizes=tuple(size for size, _ in node.levels),
+            array_types=self.array_types[lead : lead + spec.num_arrays],
+            _node=node,
+        )
 
     def abstract(self, *, keeps_kernel: bool = True) -> Invocation[Cfg, Out]:
         """Return the call with types in place of arrays and tracers, so that it can be stored.
@@ -335,10 +320,6 @@ def _step(kind: str, *rest: object) -> list[Any]:
     return [kind, *[item if isinstance(item, int | list) else str(item) for item in rest]]  # symbolic sizes as text
 
 
-def _bytes_of(array: HasType) -> int:
-    return int(math.prod(array.shape) * array.dtype.itemsize)
-
-
 def _levels(batch_axes: Any) -> tuple[tuple[int | None, ...], ...]:
     """Return one tuple of axes for each `vmap`; a flat sequence of axes means one `vmap`."""
     if all(axis is None or isinstance(axis, int) for axis in batch_axes):
@@ -348,20 +329,14 @@ def _levels(batch_axes: Any) -> tuple[tuple[int | None, ...], ...]:
 
 def invocation_of(node: Node, avals: Sequence[HasType], *, platform: str, override: Any = None) -> Invocation[Any, Any]:
     """Return the invocation of `node` on arrays of types `avals`, under the current settings."""
-    axes, sizes, example = [], [], list(avals[node.lead : node.lead + node.spec.num_arrays])
-    for step in reversed(node.steps):
-        if step[0] == "vmap":
-            axes.append(tuple(step[2]))
-            sizes.append(step[1])
-            example = list(map(unbatched, example, step[2]))
-    args, kwargs = node.spec.join([abstract(aval) for aval in example])
+    args, kwargs = node.spec.join(node.example_types(avals))
     return Invocation(
         kernel=node.spec.kernel,
         args=args,
         kwargs=kwargs,
         op_id=node.spec.kernel.op_id + node.suffix,
-        batch_axes=tuple(axes) or None,
-        batch_sizes=tuple(sizes),
+        batch_axes=tuple(axes for _, axes in node.levels) or None,
+        batch_sizes=tuple(size for size, _ in node.levels),
         override_cfg=override,
         method=node.spec.method,
         device=platform_fingerprint(platform),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -25,7 +25,7 @@ from ejkernel.ops.core.hooks import (
     writes_residual_form,
 )
 from ejkernel.ops.core.invocation import Invocation, config_for_types
-from ejkernel.ops.core.sharding.lowering import Extent, SplitCall, explicit_split, lower_split
+from ejkernel.ops.core.sharding.lowering import Extent, explicit_split, lower_split
 from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, all_tangents, differentiate, innermost
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
@@ -34,42 +34,6 @@ from ejkernel.ops.utils.fingerprint import default_device, platform_of
 from ejkernel.ops.utils.values.identity import Strong, by_is
 from ejkernel.ops.utils.values.signature import HasType, abstract_tree, is_inexact
 from ejkernel.ops.utils.weak_caches import Bounded, PerObject
-
-
-# Protocols, because the executor is in a package that imports this one.
-class Body(Protocol):
-    """A call with its configuration: the computation that replaces the primitive."""
-
-    @property
-    def jaxpr(self) -> Any:
-        """The computation, if the trace for the call's types is complete; else `None`."""
-
-    @property
-    def inv(self) -> Invocation[Any, Any]:
-        """The call as its kernel sees it; profiles show the name of its operation."""
-
-    def compute(self, *arrays: Any) -> Sequence[Any]:
-        """Compute the results, with the label."""
-
-    def label(self, values: Sequence[Any], inputs: Sequence[Any]) -> None:
-        """Label the lowered `jaxpr`; results and arguments are values of the lowered program."""
-
-
-class Host(Protocol):
-    """The executor that runs a call."""
-
-    @property
-    def generation(self) -> int:
-        """A number that changes when eager programs must be compiled again."""
-
-    def body_of(self, call: Call, platform: str, avals: Sequence[HasType], expected: Sequence[HasType] | None) -> Body:
-        """Resolve the call's configuration; check the types of the results against `expected`."""
-
-    def digest_of(self, call: Call, platform: str, avals: Sequence[HasType]) -> str:
-        """Return a digest of a call that splits itself, and of everything that affects how its shards run."""
-
-    def resolve(self, inv: Invocation[Any, Any]) -> Any:
-        """Return the configuration of a call, with the tier that gave it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +49,7 @@ class Call:
     """The primitive's parameter: a call without its arrays.
 
     Attributes:
-        host: A function that returns the executor.
+        host: A function that returns the executor, which resolves and runs calls; its package imports this one.
         node: The computation.
         linear: The number of trailing arguments in which the call is linear.
         override: The caller's `cfg=`, for the call and its gradients.
@@ -93,7 +57,7 @@ class Call:
         extent: Whether the arrays are whole arrays or shards, in a program for several devices.
     """
 
-    host: Callable[[], Host]
+    host: Callable[[], Any]
     node: Node
     linear: int = 0
     override: Override | None = None
@@ -106,6 +70,10 @@ class Call:
             parts = (self.host, self.node, self.linear, self.override, self.settings, self.extent)
             known = self.__dict__["_hash"] = hash(parts)
         return known
+
+    def bind_part(self, node: Node, extent: Extent, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Bind the same call with another node, on arrays of the given extent."""
+        return cast("Sequence[Any]", call_p.bind(*arrays, call=dataclasses.replace(self, node=node, extent=extent)))
 
     @functools.cached_property
     def weak(self) -> Call:
@@ -159,7 +127,7 @@ def types_of(call: Call, avals: Sequence[HasType]) -> Types:
     Raises:
         ArgumentError: The kernel uses a traced array that is not among its arguments.
     """
-    known = known_types(call, avals)  # a hit has the call's settings
+    known = known_types(call, avals)  # a hit has the call's settings; entering them takes several times as long
     if known is not None:
         return known
     with call.settings.entered():
@@ -168,8 +136,8 @@ def types_of(call: Call, avals: Sequence[HasType]) -> Types:
             return known
         mesh = compat.tracing.explicit_mesh(avals) if call.extent is Extent.WHOLE else None
         found = _traced(call.weak, avals) if mesh is None else _traced_over(mesh, call.weak, avals)
-        key = (tuple(avals), compat.tracing.trace_context())
-    return _traces.of(call.node.spec.kernel).keep(call.weak, Bounded()).keep(key, found)
+        traces = _traces.of(call.node.spec.kernel).keep(call.weak, Bounded())
+        return traces.keep((tuple(avals), compat.tracing.trace_context()), found)
 
 
 def known_types(call: Call, avals: Sequence[HasType]) -> Types | None:
@@ -256,7 +224,7 @@ def _impl(*arrays: jax.Array, call: Call) -> Sequence[Any]:
 
 def _compute(call: Call, platform: str, *arrays: jax.Array) -> Sequence[Any]:
     avals = [jax.typeof(array) for array in arrays]
-    return call.host().body_of(call, platform, avals, None).compute(*arrays)
+    return cast("Sequence[Any]", call.host().body_of(call, platform, avals, None).compute(*arrays))
 
 
 def _lower(ctx: Any, *values: Any, call: Call) -> Any:
@@ -275,17 +243,15 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
         is_explicit = call.extent is Extent.WHOLE and compat.tracing.explicit_mesh(ctx.avals_in) is not None
         if not is_explicit and not compat.programs.is_partitioned():
             return _lower_here(ctx, *values, call=call, platform=platforms[0])
-        digest = functools.partial(call.host().digest_of, call, platforms[0], ctx.avals_in)
-        splitting = SplitCall(call.node, call.extent, functools.partial(_bind_shard, call), digest)
         gathered = is_explicit and types_of(call, ctx.avals_in).gathered
-        out = lower_split(ctx, values, splitting, gathered=gathered)
+        out = lower_split(ctx, values, call, gathered=gathered)
         try:
             return _lower_here(ctx, *values, call=call, platform=platforms[0]) if out is None else out
         except Exception as error:
             if not compat.partitioning.rejects_shardings(error):
                 raise
             # From a gradient rule, which is traced only now: the types of its results came from the arguments.
-            if (out := lower_split(ctx, values, splitting, gathered=True)) is None:
+            if (out := lower_split(ctx, values, call, gathered=True)) is None:
                 raise
             return out
 
@@ -301,11 +267,7 @@ def _lower_here(ctx: Any, *values: Any, call: Call, platform: str) -> Any:
     return out
 
 
-def _bind_shard(call: Call, node: Node, extent: Extent, arrays: Sequence[Any]) -> Sequence[Any]:
-    return cast("Sequence[Any]", call_p.bind(*arrays, call=dataclasses.replace(call, node=node, extent=extent)))
-
-
-def _lower_computed(ctx: Any, body: Body, call: Call, *values: object) -> Any:
+def _lower_computed(ctx: Any, body: Any, call: Call, *values: object) -> Any:
     try:
         return compat.programs.lower_function(ctx, body.compute, *values)
     except KeyError as error:  # JAX's error for an undeclared ordered effect
@@ -441,14 +403,10 @@ def residual_trees(call: Call, avals: Sequence[HasType]) -> tuple[Any, Any] | No
         return None
     if not has_residual_form(kernel):
         return None
-    with_residuals, _ = differentiate(call.node, (False,) * len(avals), (), _EMPTY_TREES)
-    # Tracing the forward gives the structures. The forward node does not contain them, so pass empty ones here.
-    probe = dataclasses.replace(call, node=with_residuals)
-    out_tree, residual_tree = types_of(probe, avals).trees
+    out_tree, residual_tree = types_of(dataclasses.replace(call, node=call.node.with_residuals()), avals).trees
     return out_tree, residual_tree
 
 
-_EMPTY_TREES = (jax.tree.structure(()), jax.tree.structure(()))
 compat.tracing.register_jvp(call_p, _jvp)
 
 

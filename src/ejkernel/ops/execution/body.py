@@ -8,7 +8,7 @@ import functools
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -41,8 +41,6 @@ from ejkernel.ops.utils.values.signature import HasType
 
 logger = logging.getLogger(__name__)
 
-_Instead = Callable[[Invocation[Any, Any], Resolution[Any], Exception], Resolution[Any]]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedCall:
@@ -54,8 +52,6 @@ class ResolvedCall:
         resolution: Its configuration and the tier that gave it.
         expected: The result types it was traced with; `None` if nothing depends on them yet.
         jaxpr: The traced computation, if the trace for the types used this configuration; else `None`.
-        stamp_prefix: Prefix of its label.
-        instead: Returns another resolution, after an error with a saved one.
     """
 
     call: Call
@@ -63,8 +59,6 @@ class ResolvedCall:
     resolution: Resolution[Any]
     expected: Sequence[HasType] | None
     jaxpr: Any
-    stamp_prefix: str
-    instead: _Instead
 
     def compute(self, *arrays: jax.Array) -> tuple[Any, ...]:
         """Compute the call, check the types of its results, and label one of them."""
@@ -99,7 +93,7 @@ class ResolvedCall:
             return None
         # By default the payload is the key. Descriptions are long, and only needed to rebuild calls from a text.
         payload = stable_json(self.inv.description) if now.stamp == "json" else self.inv.call_key
-        return label(self.inv.op_id_v, self.inv.call_key, self.stamp_prefix), payload
+        return label(self.inv.op_id_v, self.inv.call_key, self.call.host().stamp_prefix), payload
 
     def _log_unlabelled(self) -> None:
         logger.debug("%s has no label: each of its results is one of its inputs", self.inv.op_id_v)
@@ -120,12 +114,13 @@ class ResolvedCall:
                 return resolution, node.flat(choice)(*arrays)
             except Exception as error:  # noqa: BLE001 - raised again, unless another configuration replaces this one
                 _raise_if_not_differentiable(inv, node, resolution, arrays, error)
-                resolution = _fallback(inv, resolution, error, self.instead)
+                resolution = _fallback(self.call, inv, resolution, error)
 
 
 def trace_with(config: object, call: Call, avals: Sequence[HasType], platform: str) -> Any:
     """Return the jaxpr that was traced for the call's types, if it is the whole call under this configuration."""
-    if not call.node.types_are_whole:
+    # Other traces for types omit the derivative, or the references that the call creates.
+    if any(step.data[0] != "vmap" for step in call.node.steps):
         return None
     types = types_of(call, avals)
     if types.config is None or platform_kind(types.platform) != platform:
@@ -170,7 +165,7 @@ def _no_gradient(inv: Invocation[Any, Any], error: Exception) -> KernelError:
     )
 
 
-def _fallback(inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exception, instead: _Instead) -> Any:
+def _fallback(call: Call, inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exception) -> Any:
     """Return another resolution, with a warning, if a saved configuration does not run; otherwise raise."""
     if compat.tracing.needs_axis(error):  # a shard's call, looked at outside of its mesh: no configuration runs there
         raise error
@@ -185,7 +180,7 @@ def _fallback(inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exc
         raise _does_not_fit(inv, resolution) from error
     if not resolution.tier.is_saved:
         raise error
-    found = instead(inv, resolution, error)
+    found = call.host().instead(inv, resolution, error)
     text = (
         f"{inv.op_id}: ignoring the saved configuration {resolution.config!r} (call {inv.call_key}), which "
         f"does not run: {type(error).__name__}: {error}; `ejkernel tune` finds another."
@@ -195,16 +190,16 @@ def _fallback(inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exc
 
 
 def runnable(
-    inv: Invocation[Any, Any], node: Node, avals: Sequence[HasType], resolution: Resolution[Any], instead: _Instead
+    inv: Invocation[Any, Any], call: Call, avals: Sequence[HasType], resolution: Resolution[Any]
 ) -> Resolution[Any]:
     """Return a configuration to offer to all processes; a saved one is traced first, to see whether it runs."""
     while resolution.tier.is_saved:
         try:
             # After the offer, the other processes use it, so the heuristic could no longer replace it here.
-            compat.tracing.traced(node.flat(Choice(config=resolution.config, platform=inv.platform)), avals)
+            compat.tracing.traced(call.node.flat(Choice(config=resolution.config, platform=inv.platform)), avals)
             break
         except Exception as error:  # noqa: BLE001 - raised again, unless another configuration replaces this one
-            resolution = _fallback(inv, resolution, error, instead)
+            resolution = _fallback(call, inv, resolution, error)
     return resolution
 
 

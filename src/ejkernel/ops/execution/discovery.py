@@ -118,14 +118,19 @@ def _with_inner_calls(
     own = _invocation(call, avals, operation)
     yield own
     try:
-        with call.settings.entered(), compat.partitioning.on_one_device(), looking_only():
-            body = call.host().body_of(call, operation.platform, avals, None)
-            inner = compat.tracing.calls_of(call_p, body.compute, avals)
+        inner = compat.tracing.uses_of(call_p, _computation(call, avals, operation.platform))
     except NameError as error:  # it uses collectives over axes of a mesh outside its program
         logger.debug("%s: the calls inside its kernel are unknown: %s", own.op_id, error_text(error))
         return
     for params, types in inner:
         yield from _with_inner_calls(params["call"], types, operation)
+
+
+def _computation(call: Call, avals: Sequence[HasType], platform: str) -> Any:
+    """Return the jaxpr of a call under its configuration, on one device."""
+    with call.settings.entered(), compat.partitioning.on_one_device(), looking_only():
+        body = call.host().body_of(call, platform, avals, None)
+        return jax.make_jaxpr(body.compute)(*(jax.ShapeDtypeStruct(like.shape, like.dtype) for like in avals))
 
 
 def _invocation(
@@ -265,11 +270,11 @@ class _Counter:
     def count(self, jaxpr: Any) -> collections.Counter[Name]:
         """Return the number of each call in a jaxpr, with its inner ones."""
         found: collections.Counter[Name] = collections.Counter()
-        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        for eqn in jaxpr.eqns:
             if eqn.primitive is call_p:
                 found.update(self._made_by(eqn))
                 continue
-            inner = [self.count(one) for one in _jaxprs_in(eqn.params)]
+            inner = [self.count(one) for one in compat.tracing.jaxprs_in(eqn.params)]
             if eqn.primitive.name == "cond":
                 inner = [collections.Counter({name: max(one[name] for one in inner) for name in set().union(*inner)})]
             times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
@@ -299,17 +304,8 @@ class _Counter:
         if not self._in_gradients:
             return {}
         try:
-            with compat.partitioning.on_one_device(), looking_only():
-                body = call.host().body_of(call, self._platform, avals, None)
-                jaxpr = jax.make_jaxpr(body.compute)(*(jax.ShapeDtypeStruct(like.shape, like.dtype) for like in avals))
+            jaxpr = _computation(call, avals, self._platform)
         except Exception as error:  # noqa: BLE001 - the program was lowered, in a context that the rule may need
             logger.debug("%s: the calls inside are not counted: %s", inv.op_id, error_text(error))
             return {}
         return self.count(jaxpr)
-
-
-def _jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for one in value if isinstance(value, tuple | list) else [value]:
-            if hasattr(getattr(one, "jaxpr", one), "eqns"):
-                yield one

@@ -56,7 +56,7 @@ from ejkernel.ops.utils.values.identity import Strong, identity, token_of
 from ejkernel.ops.utils.values.scalars import HOW_TO_KNOW
 from ejkernel.ops.utils.values.signature import HasType, as_array, wraps_array
 
-_OWN: Final = ("_plans", "_tables", "_generation")  # attributes of an executor that a copy creates anew
+_OWN: Final = ("_plans", "_tables", "generation")  # attributes of an executor that a copy creates anew
 
 
 class ConfigChooser(Protocol[Cfg, Out]):
@@ -86,7 +86,7 @@ class Executor(Generic[Cfg, Out]):
         self._plans = Plans(weakref.ref(self))
         # Keep the table itself, so that a lookup needs no Python call.
         self._tables = self._plans.tables.by_address
-        self._generation = 0
+        self.generation = 0  # changes when eager programs must be compiled again
         cache = getattr(chooser, "cache", None)  # a user's chooser may have none, and not report changes
         if isinstance(cache, ConfigCache):
             cache.subscribe(self._forget_plans)
@@ -200,15 +200,10 @@ class Executor(Generic[Cfg, Out]):
         spanning = dataclasses.replace(inv, span=span)
         return agreed(spanning, lambda: self.resolve(spanning)).config
 
-    @property
-    def generation(self) -> int:
-        """A number that changes when eager programs must be compiled again."""
-        return self._generation
-
     def body_of(
         self, call: Call, platform: str, avals: Sequence[HasType], expected: Sequence[HasType] | None
     ) -> ResolvedCall:
-        """Return a call with its configuration, ready to be lowered or run; see `Host`.
+        """Return a call with its configuration, ready to be lowered or run.
 
         Args:
             call: The call.
@@ -221,22 +216,14 @@ class Executor(Generic[Cfg, Out]):
         if expected is None:  # the call runs eagerly, and its devices are not known yet
             inv = dataclasses.replace(inv, span=compat.processes.any_span())
         if inv.span is not None and effective_policy(self.chooser).agree:
-            resolution = agreed(inv, lambda: runnable(inv, call.node, avals, self.resolve(inv), self._instead))
+            resolution = agreed(inv, lambda: runnable(inv, call, avals, self.resolve(inv)))
         else:
             resolution = self.resolve(inv)
         # If the trace for the types used this configuration, lower its jaxpr instead of tracing again.
         jaxpr = None if expected is None else trace_with(resolution.config, call, avals, inv.platform)
-        return ResolvedCall(
-            call=call,
-            inv=inv,
-            resolution=resolution,
-            expected=expected,
-            jaxpr=jaxpr,
-            stamp_prefix=self.stamp_prefix,
-            instead=self._instead,
-        )
+        return ResolvedCall(call=call, inv=inv, resolution=resolution, expected=expected, jaxpr=jaxpr)
 
-    def _instead(self, inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exception) -> Resolution[Any]:
+    def instead(self, inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exception) -> Resolution[Any]:
         """Return the resolution of a call whose saved configuration failed: the call is a miss.
 
         Raises:
@@ -260,7 +247,7 @@ class Executor(Generic[Cfg, Out]):
 
     def _forget_plans(self) -> None:
         # For calls that reach the primitive without a plan, for example under an eager `vmap`.
-        self._generation += 1
+        self.generation += 1
         self._plans.tables.clear()
 
     def _call(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None) -> Out:

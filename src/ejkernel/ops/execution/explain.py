@@ -28,7 +28,6 @@ from ejkernel.ops.utils.formatting import arguments, cases, compact, counted, te
 from ejkernel.ops.utils.meta import label
 from ejkernel.ops.utils.services import Shown
 from ejkernel.ops.utils.storage.serialize import to_data
-from ejkernel.ops.utils.values.signature import is_array
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.store.log import StoredSearch
@@ -197,7 +196,6 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
         key, key_note = None, str(error)
     tiers = _with_agreement(consult(inv, kernel), inv)
     if key is not None:
-        tiers = tuple(_with_reason(tier, chooser, inv, key) for tier in tiers)
         tiers = tuple(_with_entry(_of_origin(tier), chooser, inv, key) for tier in tiers)
     resolution = tiers[-1].resolution if tiers else None
     text, note = _label_of(inv, key, resolution, prefix)
@@ -268,15 +266,6 @@ def _with_agreement(tiers: Sequence[Consulted], inv: Invocation[Cfg, Out]) -> tu
     return (*tiers[:at], found, *(tiers[at:] if found.resolution is None else ()))
 
 
-def _with_reason(tier: Consulted, chooser: object, inv: Invocation[Cfg, Out], key: ConfigKey) -> Consulted:
-    """Add the nearest entry, or another reason, if the persistent tier has no answer."""
-    store = getattr(chooser, "persistent", None)
-    no_entry = tier.tier == PERSISTENT.name and tier.resolution is None and not tier.is_rejected
-    if not no_entry or not isinstance(store, PersistentCache):
-        return tier
-    return dataclasses.replace(tier, note=why_no_entry(store, inv, key))
-
-
 def _of_origin(tier: Consulted) -> Consulted:
     """Return a remembered answer under the tier that found it first."""
     found = tier.resolution
@@ -286,11 +275,17 @@ def _of_origin(tier: Consulted) -> Consulted:
 
 
 def _with_entry(tier: Consulted, chooser: object, inv: Invocation[Cfg, Out], key: ConfigKey) -> Consulted:
-    """Add the measured times of a saved answer, its location, and the calls for which it was chosen."""
+    """Add the measured times of a saved answer, its location, and the calls for which it was chosen.
+
+    If the persistent tier has no answer, add the nearest entry, or another reason.
+    """
     store, found = getattr(chooser, "persistent", None), tier.resolution
     is_saved = tier.tier in (PERSISTENT.name, SHARED.name, MEMORY.name, AUTOTUNE.name)
-    if not is_saved or found is None or not isinstance(store, PersistentCache):
+    if not is_saved or not isinstance(store, PersistentCache):
         return tier
+    if found is None:
+        is_miss = tier.tier == PERSISTENT.name and not tier.is_rejected
+        return dataclasses.replace(tier, note=why_no_entry(store, inv, key)) if is_miss else tier
     entry = store.load(key)
     # The entry may have been replaced since the answer was stored in memory.
     if entry is None or entry.config != to_data(found.config):
@@ -331,12 +326,11 @@ def _label_of(
 
 
 def _returns_only_inputs(inv: Invocation[Cfg, Out], config: object) -> bool:
-    node = inv.node
-    arrays = [leaf for leaf in jax.tree.leaves((inv.abstract_args, inv.abstract_kwargs)) if is_array(leaf)]
     if inv.batch_sizes or inv.direction != "fwd":
         return False  # batched results are transposed and derived ones computed, so instructions produce them
     try:
-        jaxpr = jax.make_jaxpr(node.flat(Choice(config=config, platform=inv.platform)))(*arrays).jaxpr
+        compute = inv.node.flat(Choice(config=config, platform=inv.platform))
+        jaxpr = jax.make_jaxpr(compute)(*inv.argument_types).jaxpr
     except NameError as error:
         if not compat.tracing.needs_axis(error):
             raise

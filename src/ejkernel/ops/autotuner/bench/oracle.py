@@ -298,9 +298,8 @@ class Oracle:
     def inputs_of(self, seed: int, scale: float = 1.0) -> dict[str, list[Any]]:
         """Return sets of inputs by name for a seed; `scale` multiplies the floating-point arrays of the call."""
         # A backward's residuals are computed from the generated primals, so that both are consistent.
-        choice, rng = self.forward_choice, np.random.default_rng(seed)
-        save = self.saver_of(choice.config)
-        found = example_sets(self.inv, rng, choice, self.inputs, save=save, scale=scale)
+        save, rng = self.saver_of(self.forward_choice.config), np.random.default_rng(seed)
+        found = example_sets(self.inv, rng, save, self.inputs, scale=scale)
         return {draw: list(jax.block_until_ready(arrays)) for draw, arrays in found.items()}
 
     def reference_results(self, node: Node, arrays: Sequence[jax.Array]) -> Sequence[Any]:

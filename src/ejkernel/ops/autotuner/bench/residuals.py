@@ -21,11 +21,10 @@ from ejkernel.ops.autotuner.bench.oracle import Oracle, Workload
 from ejkernel.ops.autotuner.measure.correctness import check_results
 from ejkernel.ops.autotuner.trials.candidates import Candidate, config_id, distinct, heuristic_of
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.core.examples import forward_with_residuals
 from ejkernel.ops.core.hooks import has_residual_form, overrides
 from ejkernel.ops.core.invocation import Invocation, invocation_of
 from ejkernel.ops.core.kernel import Kernel
-from ejkernel.ops.core.transformations.autodiff import ResidualVjp, differentiate, innermost
+from ejkernel.ops.core.transformations.autodiff import Vjp, differentiate, innermost
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.errors import CandidateError, KernelError
 from ejkernel.ops.utils.error_text import error_text, message_of
@@ -56,7 +55,8 @@ def leaves_residuals(node: Node) -> bool:
 
 def takes_residuals(node: Node) -> bool:
     """Return whether a call is a backward with residuals of its forward as arguments."""
-    return isinstance(innermost(node), ResidualVjp)
+    root = innermost(node)
+    return isinstance(root, Vjp) and root.trees is not None
 
 
 def backward_of(forward: Node, choice: Choice, arrays: Sequence[Any]) -> tuple[Node, list[Any]] | None:
@@ -69,8 +69,7 @@ def backward_of(forward: Node, choice: Choice, arrays: Sequence[Any]) -> tuple[N
     """
     wrt = differentiable(forward.spec, arrays)
     trees: list[Any] = []
-    saving = forward_with_residuals(forward)
-    saved = jax.eval_shape(saving.flat(dataclasses.replace(choice, trees=trees)), *arrays)
+    saved = jax.eval_shape(forward.with_residuals().flat(dataclasses.replace(choice, trees=trees)), *arrays)
     outputs = saved[: trees[0].num_leaves]
     outs = tuple(map(is_inexact, outputs))
     if not any(wrt) or not any(outs):
@@ -227,7 +226,7 @@ def _types(oracle: Oracle, config: object) -> _Types:
     """Return the types of the forward's outputs and residuals under a configuration, as text."""
     trees: list[Any] = []
     choice = dataclasses.replace(oracle.choice, config=config, trees=trees)
-    node = forward_with_residuals(oracle.inv.node)
+    node = oracle.inv.node.with_residuals()
     found = list(map(type_text, jax.eval_shape(node.flat(choice), *oracle.inv.argument_types)))
     count = trees[0].num_leaves
     return _Types(found[:count], found[count:], trees)

@@ -13,13 +13,13 @@ import dataclasses
 import enum
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from ejkernel import compat
 from ejkernel.ops.core.callspec import array_names
@@ -42,22 +42,6 @@ class Extent(enum.Enum):
     WHOLE = "whole arrays"
     EXPLICIT_SHARD = "one device's shard along all explicit axes"
     LOCAL = "one device's shard along all axes"
-
-
-class SplitCall(NamedTuple):
-    """A call to split.
-
-    Attributes:
-        node: The computation.
-        extent: Whether its arrays are whole or shards.
-        bind: Calls another node on arrays of the given extent.
-        digest: Returns a digest of the call and of everything that affects how its shards run.
-    """
-
-    node: Node
-    extent: Extent
-    bind: Callable[[Node, Extent, Sequence[Any]], Sequence[Any]]
-    digest: Callable[[], str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +74,7 @@ def explicit_split(node: Node, avals: Sequence[Any], outs: Sequence[HasType]) ->
         ArgumentError: A sharded axis cannot be split.
     """
     mesh = compat.tracing.explicit_mesh(avals)
-    specs = [compat.partitioning.spec_of(aval) for aval in avals]
+    specs = [aval.sharding.spec for aval in avals]
     found = factors(node, avals)
     if found is None:
         names = [tuple((None,) * len(array.shape) for array in arrays) for arrays in (avals, outs)]
@@ -100,7 +84,7 @@ def explicit_split(node: Node, avals: Sequence[Any], outs: Sequence[HasType]) ->
     # With explicit axes the program controls data movement: never reshard implicitly.
     chosen = split(found, shapes, specs, move=False)
     _check_all_axes_are_split(node, specs, chosen)
-    own = [_whole_spec(compat.partitioning.spec_of(aval), aval) for aval in avals]
+    own = [_whole_spec(aval.sharding.spec, aval) for aval in avals]
     gradients = specs_of_gradients(node, own, list(map(_whole_spec, chosen.result_specs, outs)))
     wanted = chosen.result_specs if gradients is None else [PartitionSpec(*spec) for spec in gradients]
     return ExplicitSplit(mesh=mesh, split=chosen, wanted=wanted)
@@ -140,13 +124,13 @@ def _name(node: Node, index: int) -> str:
     return f"array {index} of its derivative"
 
 
-def lower_split(ctx: Any, values: Sequence[Any], call: SplitCall, *, gathered: bool) -> Any:
+def lower_split(ctx: Any, values: Sequence[Any], call: Any, *, gathered: bool) -> Any:
     """Lower a call of a program for several devices that splits itself; return `None` if it cannot be split.
 
     Args:
         ctx: The lowering context.
         values: The arguments.
-        call: The call.
+        call: The parameter of the primitive, a `Call`.
         gathered: Whether a kernel without a rule gets whole arrays over explicit axes.
     """
     may_split = overrides(call.node.spec.kernel, "sharding_rule")
@@ -158,9 +142,9 @@ def lower_split(ctx: Any, values: Sequence[Any], call: SplitCall, *, gathered: b
     return _lower_auto(ctx, values, call) if may_split and compat.programs.is_partitioned() else None
 
 
-def _lower_explicit(ctx: Any, values: Sequence[Any], call: SplitCall, found: ExplicitSplit) -> Any:
+def _lower_explicit(ctx: Any, values: Sequence[Any], call: Any, found: ExplicitSplit) -> Any:
     run = functools.partial(_bound, call, Extent.EXPLICIT_SHARD, found.split)
-    shard = shard_function(found.split, run, wide_sums=compat.partitioning.has_auto_axes(found.mesh))
+    shard = shard_function(found.split, run, wide_sums=AxisType.Auto in found.mesh.axis_types)
     over_axes = compat.partitioning.over_explicit_axes(
         shard,
         found.mesh,
@@ -172,12 +156,12 @@ def _lower_explicit(ctx: Any, values: Sequence[Any], call: SplitCall, found: Exp
     return compat.programs.lower_function(ctx, over_axes, *values)
 
 
-def _bound(call: SplitCall, extent: Extent, found: Split, *arrays: Any) -> Sequence[Any]:
+def _bound(call: Any, extent: Extent, found: Split, *arrays: Any) -> Any:
     node, own = with_own_arguments(local(call.node, arrays), arrays, found)
-    return call.bind(node, extent, own)
+    return call.bind_part(node, extent, own)
 
 
-def _lower_auto(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
+def _lower_auto(ctx: Any, values: Sequence[Any], call: Any) -> Any:
     found = factors(call.node, ctx.avals_in)
     if found is None:
         return None
@@ -194,11 +178,12 @@ def _lower_auto(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
     def asked(mesh: Mapping[str, int], specs: list[PartitionSpec]) -> compat.partitioning.AskedToSplit:
         chosen = split(found, dataclasses.replace(shapes, mesh=mesh), specs, move=True)
         shard = shard_function(chosen, functools.partial(_bound, call, Extent.LOCAL, chosen))
-        return compat.partitioning.AskedToSplit(chosen.operand_specs, chosen.result_specs, _on_one_device(shard))
+        shard = compat.partitioning.on_one_device()(shard)
+        return compat.partitioning.AskedToSplit(chosen.operand_specs, chosen.result_specs, shard)
 
     out = compat.partitioning.lower_to_be_split(
         ctx,
-        lambda *arrays: call.bind(call.node, Extent.LOCAL, arrays),
+        lambda *arrays: call.bind_part(call.node, Extent.LOCAL, arrays),
         *values,
         meshes=meshes,
         asked=asked,
@@ -206,17 +191,11 @@ def _lower_auto(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
     )
     kernel = call.node.spec.kernel
     # Computed only if JAX stores such programs, because it needs a trace and all saved entries.
-    digest = f":{call.digest()}" if compat.partitioning.stores_split_programs() else ""
+    digest = ""
+    if compat.partitioning.stores_split_programs():
+        digest = f":{call.host().digest_of(call, ctx.module_context.platforms[0], ctx.avals_in)}"
     compat.programs.label_value(out[0], values, SPLIT, f"{kernel.op_id}{call.node.suffix}@v{kernel.version}{digest}")
     return compat.partitioning.lower_sums_over_manual_axes(ctx, *out)
-
-
-def _on_one_device(shard: Callable[..., Any]) -> Callable[..., Any]:
-    def computed(*arrays: Any) -> Any:
-        with compat.partitioning.on_one_device():
-            return shard(*arrays)
-
-    return computed
 
 
 def _shapes(
@@ -268,13 +247,10 @@ def _numbered(
     # Axes of different lengths need different names, or JAX raises `IndivisibleError` for the shorter.
     same = {name: leader for name, leader in found.follows if lengths.get(name) == lengths.get(leader)}
     numbers = itertools.count()
-    known: dict[str, str] = {}
+    known: dict[object, str] = {}
 
     def numbered(names: Sequence[str | None]) -> list[str]:
-        own = [f"axis{next(numbers)}" for _ in names]
-        return [
-            fresh if name is None else known.setdefault(same.get(name, name), fresh)
-            for name, fresh in zip(names, own, strict=True)
-        ]
+        keys = [object() if name is None else same.get(name, name) for name in names]
+        return [known.setdefault(key, f"axis{next(numbers)}") for key in keys]
 
     return list(map(numbered, found.operands)), list(map(numbered, found.results))

@@ -16,9 +16,9 @@ import jax
 from ejkernel.ops.core.hooks import overrides, platform_to_trace_for
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import Factor, Factors, ShardingRule, factors_of
-from ejkernel.ops.core.transformations.autodiff import Jvp, Linear, ResidualVjp, ThroughResiduals, Vjp
-from ejkernel.ops.core.transformations.batching import TransposedVmapped, Vmapped, unbatched
-from ejkernel.ops.core.transformations.nodes import Forward, Node
+from ejkernel.ops.core.transformations.autodiff import Jvp, Linear, Vjp
+from ejkernel.ops.core.transformations.batching import TransposedVmapped, Vmapped
+from ejkernel.ops.core.transformations.nodes import Forward, Node, unbatched
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.fingerprint import platform_fingerprint
 from ejkernel.ops.utils.values.signature import HasType, abstract
@@ -83,7 +83,7 @@ def _of_vmapped(node: Vmapped, arrays: Sequence[HasType], depth: int) -> Factors
 
 
 def _of_linear(node: Linear, arrays: Sequence[HasType], depth: int) -> Factors | None:
-    lead = node.lead if isinstance(node, ThroughResiduals) else 0
+    lead = node.num_saved
     own_arrays = arrays[lead : lead + node.count]
     own = _factors(node.of, own_arrays, depth)
     if own is None:
@@ -96,7 +96,7 @@ def _of_linear(node: Linear, arrays: Sequence[HasType], depth: int) -> Factors |
         saved = forward.results
     arguments = tuple(names for names, has in zip(own.operands, node.wrt, strict=True) if has)
     results = tuple(names for names, has in zip(own.results, node.outs, strict=True) if has)
-    given, found = (results, arguments) if isinstance(node, Vjp | ResidualVjp) else (arguments, results)
+    given, found = (results, arguments) if isinstance(node, Vjp) else (arguments, results)
     return dataclasses.replace(own, operands=(*saved, *own.operands, *given), results=found)
 
 
@@ -109,13 +109,10 @@ def local(node: Any, arrays: Sequence[HasType]) -> Any:
         # one device has no mesh with an axis of this name
         level = dataclasses.replace(node.level, size=size, spmd_axis_name=None)
         of = local(node.of, list(map(unbatched, arrays, axes)))
-        part = dataclasses.replace(node, of=of, level=level)
-        if not isinstance(part, TransposedVmapped):
-            return part
-        return dataclasses.replace(part, original=dataclasses.replace(part.original, of=of.transpose, level=level))
+        return dataclasses.replace(node, of=of, level=level)
     if isinstance(node, Linear):
-        lead = node.lead if isinstance(node, ThroughResiduals) else 0
-        return dataclasses.replace(node, of=local(node.of, arrays[lead : lead + node.count]))
+        own = arrays[node.num_saved : node.num_saved + node.count]
+        return dataclasses.replace(node, of=local(node.of, own))
     return node
 
 
@@ -152,15 +149,14 @@ def _primals(node: Node) -> list[int] | None:
     """Return the positions of the arguments whose gradients, or their tangents, are the results; `None` for others."""
     if isinstance(node, Vmapped | Jvp):
         return _primals(node.of)
-    if not isinstance(node, Vjp | ResidualVjp):
+    if not isinstance(node, Vjp):
         return None
-    lead = node.lead if isinstance(node, ResidualVjp) else 0
-    return [lead + index for index, has in enumerate(node.wrt) if has]
+    return [node.num_saved + index for index, has in enumerate(node.wrt) if has]
 
 
 def _axes_of_results(node: Vmapped, count: int) -> Sequence[int | None]:
     """Return the batch axis of each result."""
-    return node.level.axes[node.original.linear_from :] if isinstance(node, TransposedVmapped) else [0] * count
+    return node.level.axes[node.linear_from :] if isinstance(node, TransposedVmapped) else [0] * count
 
 
 def _without_axis(names: tuple[Any, ...], axis: int | None) -> tuple[Any, ...]:

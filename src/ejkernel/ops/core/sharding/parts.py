@@ -20,9 +20,9 @@ from ejkernel.ops.core.hooks import asked, overrides
 from ejkernel.ops.core.sharding.nodes import factors
 from ejkernel.ops.core.sharding.rule import Factor, Factors
 from ejkernel.ops.core.sharding.split import CallPart, Shapes, Split
-from ejkernel.ops.core.transformations.autodiff import Linear, ThroughResiduals
-from ejkernel.ops.core.transformations.batching import LinearVmapped, TransposedVmapped, Vmapped, unbatched
-from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, Wrapper
+from ejkernel.ops.core.transformations.autodiff import Linear
+from ejkernel.ops.core.transformations.batching import LinearVmapped, Vmapped
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.messages.names import named
 from ejkernel.ops.utils.values.signature import HasType, is_inexact
@@ -40,9 +40,9 @@ def with_own_arguments(node: Node, arrays: Sequence[Any], split: Split) -> tuple
     if not overrides(kernel, "part_arguments") or not split.shapes.lengths(split.factors):
         return node, arrays
     own = arrays[node.lead : node.lead + count]
-    levels = _levels(node, count)
+    levels = [axes for _, axes in reversed(node.levels)]
     trace = _Trace(CallPart(split), node.spec)
-    jaxpr = compat.tracing.traced(trace, _examples(own, levels))
+    jaxpr = compat.tracing.traced(trace, node.example_types(arrays))
     origins = compat.tracing.origins(jaxpr)
     _check_handed_on(kernel.op_id, own, origins)
     replacement = _Replacement(trace.spec, count, origins)
@@ -64,7 +64,7 @@ def programs_of_parts(node: Node, arrays: Sequence[HasType], choice: Choice) -> 
     kernel, spec = node.spec.kernel, node.spec
     if not overrides(kernel, "part_arguments"):
         return
-    types = _examples(arrays[node.lead : node.lead + spec.num_arrays], _levels(node, spec.num_arrays))
+    types = node.example_types(arrays)
     found = factors(Forward(spec), types)
     if found is None:
         return
@@ -151,38 +151,19 @@ class _Replacement:
             return self._in_vmapped(node, of)
         if not isinstance(node, Linear):
             raise TypeError(f"{node} is not split")
-        lead = 0 if isinstance(node, ThroughResiduals) else node.of.lead
+        lead = node.of.lead
         # new arrays have no tangents: derivatives are with respect to the arrays that were passed through
         own = [origin.argument is not None and node.wrt[lead + origin.argument] for origin in self.origins]
         wrt = self.within(node.wrt, lead, own)
         return dataclasses.replace(node, of=of, count=node.count + len(self.origins) - self.count, wrt=wrt)
 
     def _in_vmapped(self, node: Vmapped, of: Node) -> Vmapped:
-        if isinstance(node, TransposedVmapped):
-            original = self.in_node(node.original)
-            return dataclasses.replace(node, of=of, level=original.level, original=original)
         lead, axes = node.of.lead, node.level.axes
         axes = self.within(axes, lead, self.axes(axes[lead : lead + self.count]))
         found = dataclasses.replace(node, of=of, level=dataclasses.replace(node.level, axes=axes))
         if not isinstance(found, LinearVmapped):
             return found
         return dataclasses.replace(found, linear_from=found.linear_from + len(self.origins) - self.count)
-
-
-def _levels(node: Any, count: int) -> list[tuple[_Axis, ...]]:
-    """Return the batch axes of the call's own arrays in each enclosing `vmap`, innermost first."""
-    if not isinstance(node, Wrapper):
-        return []
-    inner = _levels(node.of, count)
-    return [*inner, node.level.axes[node.lead : node.lead + count]] if isinstance(node, Vmapped) else inner
-
-
-def _examples(arrays: Sequence[HasType], levels: Sequence[Sequence[_Axis]]) -> list[jax.ShapeDtypeStruct]:
-    """Return the types of the arrays of one example."""
-    found = [unbatched(array, None) for array in arrays]
-    for axes in reversed(levels):
-        found = list(map(unbatched, found, axes))
-    return found
 
 
 def _check_handed_on(op_id: str, arrays: Sequence[HasType], origins: Sequence[compat.tracing.Origin]) -> None:

@@ -54,22 +54,19 @@ class ShardingRule:
     def __post_init__(self) -> None:
         if self.axes.count("->") != 1:
             raise KernelError(f"axes must look like 'm k, k n -> m n', got {self.axes!r}.")
-        known = {name for text in (self.axes.replace("->", ","), self.residuals or "") for name in _words(text)}
+        known = set(f"{self.axes},{self.residuals or ''}".replace("->", ",").replace(",", " ").split())
         for name in (*self.splittable, *self.follows, *self.follows.values(), *self.multiples):
             if name not in known or name == _UNNAMED:
                 raise KernelError(f"split, follows and multiples must name axes of {self.axes!r}, got {name!r}.")
-        self._check_multiples()
+        for name, size in self.multiples.items():
+            if type(size) is not int or size < 1:
+                raise KernelError(f"multiples of {self.axes!r} must be positive integers, got {size!r} for {name!r}.")
         for text in (*self.operands, *self.results, *(self.kept or ())):
             if text.count(_ELLIPSIS) > 1:
                 raise KernelError(f"an array must have '...' once at most, got {' '.join(text)!r}.")
             named = [name for name in text if name != _UNNAMED]
             if len(named) > len(set(named)):
                 raise KernelError(f"an array must not have an axis twice, got {' '.join(text)!r}.")
-
-    def _check_multiples(self) -> None:
-        for name, size in self.multiples.items():
-            if type(size) is not int or size < 1:
-                raise KernelError(f"multiples of {self.axes!r} must be positive integers, got {size!r} for {name!r}.")
 
     @property
     def splittable(self) -> tuple[str, ...]:
@@ -176,7 +173,3 @@ def _check_lengths(
 
 def _arrays(text: str) -> list[list[str]]:
     return [array.split() for array in text.split(",")] if text.strip() else []
-
-
-def _words(text: str) -> list[str]:
-    return text.replace(",", " ").split()

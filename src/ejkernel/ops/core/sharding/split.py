@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -83,9 +83,7 @@ class Split:
 
     def sums(self, names: Sequence[Factor]) -> Axes:
         """Return the mesh axes over which a result with these named axes is summed."""
-        return tuple(self._sums(names))
-
-    def _sums(self, names: Sequence[Factor]) -> Iterator[str]:
+        found: list[str] = []
         leaders = dict(self.factors.follows)
         for name, axes in self.axes.items():
             # A follower is sharded over the same devices as its leader; the sum over them counts once, for the leader.
@@ -94,7 +92,8 @@ class Split:
             # A result may have only the follower, as a key's gradient has key heads: devices that share one are summed.
             follower = next((one for one, leader in leaders.items() if leader == name and one in names), None)
             split_too = () if follower is None else self.axes.get(follower, ())
-            yield from (axis for axis in axes if axis not in split_too)
+            found += [axis for axis in axes if axis not in split_too]
+        return tuple(found)
 
     def index(self, name: str) -> Any:
         """Return the index of this device's shard along an axis."""

@@ -5,20 +5,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final, cast
+from typing import Any, ClassVar
 
 import jax
 
 from ejkernel import compat
 from ejkernel.ops.core.transformations.batching import LinearVmapped, Vmapped, no_cotangent
-from ejkernel.ops.core.transformations.nodes import Choice, Flat, Forward, Node, NonlinearWrapper, Wrapper, run_vjp
+from ejkernel.ops.core.transformations.nodes import Choice, Flat, Forward, Node, Step, run_vjp
 from ejkernel.ops.errors import GradientError
-
-SUFFIXES: Final = {"vmap": "", "jvp": ".jvp", "vjp": ".bwd"}  # of the operation's name, by the kind of a step
 
 
 @dataclasses.dataclass(frozen=True)
-class Discharged(NonlinearWrapper):
+class Discharged(Node):
     """`of` on the values of references; it returns its results, then the final values of the references.
 
     JAX discharges a call on references into this call, and needs no rule for its effects on them.
@@ -27,21 +25,10 @@ class Discharged(NonlinearWrapper):
     of: Node
     references: tuple[bool, ...]
 
-    types_are_whole = False  # `flat` creates new references
-
     @property
-    def steps(self) -> Sequence[list[Any]]:
+    def steps(self) -> Sequence[Step]:
         """See `Node`."""
-        return [*self.of.steps, ["references", list(self.references)]]
-
-    @property
-    def wiring(self) -> Sequence[dict[str, Any]]:
-        """See `Node`."""
-        return [*self.of.wiring, {}]
-
-    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-        """See `Node`."""
-        return self.of.argument_types(choice, own)
+        return [*self.of.steps, Step(["references", list(self.references)], {})]
 
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
@@ -58,52 +45,60 @@ class Discharged(NonlinearWrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear(Wrapper):
-    """Base of the linear nodes.
+class Linear(Node):
+    """Base of the linear nodes; their arguments are `(outputs and residuals, if any, primals, linear)`.
 
     Attributes:
         of: The differentiated node.
         count: The number of its arguments.
         wrt: For each argument, whether it has a tangent.
         outs: For each result, whether it has a tangent.
+        trees: The structures of outputs and residuals, for a kernel with residuals; `None`: it takes none.
     """
 
     of: Node
     count: int
     wrt: tuple[bool, ...]
     outs: tuple[bool, ...]
+    trees: tuple[Any, Any] | None = None
 
-    types_are_whole = False  # see `flat`
     kind: ClassVar[str] = ""  # of its step: "jvp" or "vjp"
 
     @property
-    def suffix(self) -> str:
+    def num_saved(self) -> int:
+        """The number of outputs and residuals of the forward that it takes."""
+        return sum(tree.num_leaves for tree in self.trees or ())
+
+    @property
+    def lead(self) -> int:
         """See `Node`."""
-        return self.of.suffix + SUFFIXES[self.kind]
+        return self.num_saved + self.of.lead
 
     @property
     def transpose(self) -> Node:
         """See `Node`."""
-        fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        return cast(Node, _TRANSPOSES[type(self)](*fields))
+        other = Vjp if isinstance(self, Jvp) else Jvp
+        return other(self.of, self.count, self.wrt, self.outs, self.trees)
 
     @property
-    def steps(self) -> Sequence[list[Any]]:
+    def steps(self) -> Sequence[Step]:
         """See `Node`."""
-        return [*self.of.steps, [self.kind, list(self.wrt)]]  # without `outs`: they follow from the result types
+        root = innermost(self.of)
+        wiring = {"residuals": True} if isinstance(root, Forward) and root.residuals else {}
+        # without `outs`: they follow from the result types
+        return [*self.of.steps, Step([self.kind, list(self.wrt)], wiring)]
 
     def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """See `Node`."""
+        saved = () if self.trees is None else jax.eval_shape(Forward(self.spec, residuals=True).flat(choice), *own)
         primals = self.of.argument_types(choice, own)
         if self.kind == "jvp":
-            return [*primals, *[primal for primal, has in zip(primals, self.wrt, strict=True) if has]]
-        return [*primals, *self._selected(jax.eval_shape(self.of.flat(choice), *primals))]
+            return [*saved, *primals, *[primal for primal, has in zip(primals, self.wrt, strict=True) if has]]
+        return [*saved, *primals, *self._selected(jax.eval_shape(self.of.flat(choice), *primals))]
 
-    @property
-    def wiring(self) -> Sequence[dict[str, Any]]:
-        """See `Node`."""
-        root = innermost(self.of)
-        return [*self.of.wiring, {"residuals": True} if isinstance(root, Forward) and root.residuals else {}]
+    def _split(self, arrays: Sequence[jax.Array]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        first, second = self.num_saved, self.num_saved + self.count
+        return arrays[:first], arrays[first:second], arrays[second:]
 
     def _wanted(self, gradients: Sequence[jax.Array | None]) -> tuple[Any, ...]:
         wanted = [gradient for gradient, has in zip(gradients, self.wrt, strict=True) if has]
@@ -120,7 +115,7 @@ class Linear(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class Jvp(Linear):
-    """`(primals, tangents) -> tangents` of the results, for forward mode."""
+    """The tangents of the results, for forward mode; it ignores residuals and differentiates `run`."""
 
     kind = "jvp"
 
@@ -128,21 +123,23 @@ class Jvp(Linear):
         """See `Node`."""
 
         def computed(*arrays: jax.Array) -> tuple[Any, ...]:
-            primals = arrays[: self.count]
-            if choice.types_only:
-                # Tangents have the types of the results. Do not differentiate for them: JAX may be unable to
-                # differentiate the kernel, and its gradient rule applies only to the real computation.
-                compute = self.of.flat(choice) if choice.as_call is None else choice.as_call(self.of)
-                return self._selected(compute(*primals))
-            tangents = all_tangents(primals, arrays[self.count :], self.wrt)
-            return self._selected(jax.jvp(self.of.flat(choice), primals, tangents)[1])
+            saved, primals, given = self._split(arrays)
+            if not choice.types_only:
+                tangents = all_tangents(primals, given, self.wrt)
+                return self._selected(jax.jvp(self.of.flat(choice), primals, tangents)[1])
+            # Tangents have the types of the results. Do not differentiate for them: JAX may be unable to
+            # differentiate the kernel, and its gradient rule applies only to the real computation.
+            if self.trees is not None:
+                return self._selected(saved[: len(self.outs)])
+            compute = self.of.flat(choice) if choice.as_call is None else choice.as_call(self.of)
+            return self._selected(compute(*primals))
 
         return computed
 
 
 @dataclasses.dataclass(frozen=True)
 class Vjp(Linear):
-    """`(primals, cotangents) -> gradients`, for reverse mode."""
+    """The gradients of the arguments, for reverse mode; for a kernel with residuals by its `vjp` hook."""
 
     kind = "vjp"
 
@@ -150,92 +147,21 @@ class Vjp(Linear):
         """See `Node`."""
 
         def gradients(*arrays: jax.Array) -> tuple[Any, ...]:
-            primals = arrays[: self.count]
+            saved, primals, given = self._split(arrays)
             if choice.types_only:  # gradients have the types of the arguments
                 return tuple(primal for primal, has in zip(primals, self.wrt, strict=True) if has)
-            # Results without a cotangent need their shapes, which costs a trace of the forward.
-            results = jax.eval_shape(self.of.flat(choice), *primals) if not all(self.outs) else self.outs
-            given = iter(arrays[self.count :])
-            cts = [next(given) if has else no_cotangent(r.shape) for r, has in zip(results, self.outs, strict=True)]
-            return self._wanted(self.of.flat_vjp(choice, self.count)(*primals, *cts))
-
-        return gradients
-
-
-@dataclasses.dataclass(frozen=True)
-class ThroughResiduals(Linear):
-    """A linear call of a kernel with residuals; its arguments are `(outputs and residuals, primals, linear)`."""
-
-    trees: tuple[Any, Any]
-
-    @property
-    def num_saved(self) -> int:
-        """The number of outputs and residuals of the forward."""
-        return sum(tree.num_leaves for tree in self.trees)
-
-    @property
-    def lead(self) -> int:
-        """See `Node`."""
-        return self.num_saved
-
-    @property
-    def wiring(self) -> Sequence[dict[str, Any]]:
-        """See `Node`; `differentiate` applies the `vmap`s to the linear node, so this one differentiates a forward."""
-        return super().wiring[-1:]
-
-    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-        """See `Node`."""
-        saved = jax.eval_shape(Forward(self.spec, residuals=True).flat(choice), *own)
-        return [*saved, *super().argument_types(choice, own)]
-
-    def _split(self, arrays: Sequence[jax.Array]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-        first, second = self.num_saved, self.num_saved + self.count
-        return arrays[:first], arrays[first:second], arrays[second:]
-
-
-@dataclasses.dataclass(frozen=True)
-class ResidualJvp(ThroughResiduals):
-    """The tangents; forward mode ignores the residuals and differentiates `run`."""
-
-    kind = "jvp"
-
-    def flat(self, choice: Choice) -> Flat:
-        """See `Node`."""
-
-        def tangents(*arrays: jax.Array) -> tuple[Any, ...]:
-            saved, primals, given = self._split(arrays)
-            if choice.types_only:  # tangents have the types of the saved outputs
-                return self._selected(saved[: len(self.outs)])
-            return Jvp(self.of, self.count, self.wrt, self.outs).flat(choice)(*primals, *given)
-
-        return tangents
-
-
-@dataclasses.dataclass(frozen=True)
-class ResidualVjp(ThroughResiduals):
-    """The gradients, from the kernel's `vjp` hook."""
-
-    kind = "vjp"
-
-    def flat(self, choice: Choice) -> Flat:
-        """See `Node`."""
-
-        def gradients(*arrays: jax.Array) -> tuple[Any, ...]:
-            saved, primals, given = self._split(arrays)
-            if choice.types_only:
-                return tuple(primal for primal, has in zip(primals, self.wrt, strict=True) if has)
-            # JAX differentiates the whole forward here, without residuals.
-            if choice.by_jax:
-                return Vjp(self.of, self.count, self.wrt, self.outs).flat(choice)(*primals, *given)
+            results: Sequence[Any] = saved[: len(self.outs)]
+            if self.trees is None:
+                # Results without a cotangent need their shapes, which costs a trace of the forward.
+                results = self.outs if all(self.outs) else jax.eval_shape(self.of.flat(choice), *primals)
             remaining = iter(given)
-            results = zip(saved, self.outs, strict=False)
-            cts = [next(remaining) if has else no_cotangent(result.shape) for result, has in results]
+            pairs = zip(results, self.outs, strict=True)
+            cts = [next(remaining) if has else no_cotangent(result.shape) for result, has in pairs]
+            if self.trees is None or choice.by_jax:  # JAX differentiates the whole forward, without residuals
+                return self._wanted(self.of.flat_vjp(choice, self.count)(*primals, *cts))
             return self._wanted(run_vjp(self.spec, choice, self.trees, saved, primals, cts))
 
         return gradients
-
-
-_TRANSPOSES: dict[type, type] = {Jvp: Vjp, Vjp: Jvp, ResidualJvp: ResidualVjp, ResidualVjp: ResidualJvp}
 
 
 def all_tangents(primals: Sequence[jax.Array], tangents: Sequence[jax.Array], wrt: Sequence[bool]) -> tuple[Any, ...]:
@@ -256,22 +182,20 @@ def differentiate(
     """
     if trees is None:
         return node, Jvp(node, len(wrt), wrt, outs)
-    # The `vmap`s wrap both nodes, because the kernel's hooks see one example.
-    levels = []
-    while isinstance(node, Vmapped):
-        levels.append(node.level)
-        node = node.of
-    plain = Forward(node.spec)
-    linear: Node = ResidualJvp(plain, len(wrt), wrt, outs, trees)
-    forward: Node = Forward(node.spec, residuals=True)
-    lead = linear.lead
-    for level in reversed(levels):
-        tangent_axes = [axis for axis, has in zip(level.axes, wrt, strict=True) if has]
-        forward = Vmapped(forward, level)
-        # Outputs and residuals are batched along their first axis, and a tangent like its argument.
-        axes = (*[0] * lead, *level.axes, *tangent_axes)
-        linear = LinearVmapped(linear, dataclasses.replace(level, axes=axes), lead + len(wrt))
-    return forward, linear
+    return node.with_residuals(), _through_residuals(node, wrt, outs, trees)
+
+
+def _through_residuals(
+    node: Node, wrt: tuple[bool, ...], outs: tuple[bool, ...], trees: tuple[object, object]
+) -> Linear | LinearVmapped:
+    if not isinstance(node, Vmapped):
+        return Jvp(Forward(node.spec), len(wrt), wrt, outs, trees)
+    # The `vmap`s wrap the linear node, because the kernel's hooks see one example.
+    linear, level = _through_residuals(node.of, wrt, outs, trees), node.level
+    tangent_axes = [axis for axis, has in zip(level.axes, wrt, strict=True) if has]
+    # Outputs and residuals are batched along their first axis, and a tangent like its argument.
+    axes = (*[0] * linear.lead, *level.axes, *tangent_axes)
+    return LinearVmapped(linear, dataclasses.replace(level, axes=axes), linear.lead + len(wrt))
 
 
 def innermost(node: Node) -> Node:

@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.ops.core.callspec import CallSpec
-from ejkernel.ops.core.transformations.nodes import Choice, Flat, Node, NonlinearWrapper, autodiff_vjp
-from ejkernel.ops.utils.values.signature import HasType
+from ejkernel.ops.core.transformations.nodes import Choice, Flat, Node, Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +48,6 @@ class Level:
         return jax.ShapeDtypeStruct(tuple(shape), like.dtype, weak_type=like.weak_type)
 
 
-def unbatched(array: HasType, axis: int | None) -> jax.ShapeDtypeStruct:
-    """Return the type of one example of an array with batch axis `axis`."""
-    shape = tuple(length for index, length in enumerate(array.shape) if index != axis)
-    return jax.ShapeDtypeStruct(shape, array.dtype, weak_type=bool(getattr(array, "weak_type", False)))
-
-
 def _unbatch(gradient: jax.Array | None, axis: int | None) -> jax.Array | None:
     """Return the gradient of an argument with batch axis `axis`; the gradient of an unbatched argument is the sum."""
     if gradient is None:
@@ -69,7 +61,7 @@ def no_cotangent(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Vmapped(NonlinearWrapper):
+class Vmapped(Node):
     """`of` under one `vmap`; results are batched along their first axis."""
 
     of: Node
@@ -82,21 +74,16 @@ class Vmapped(NonlinearWrapper):
         return Vmapped(self.of.forward, dataclasses.replace(self.level, axes=axes))
 
     @property
-    def types_are_whole(self) -> bool:
-        """See `Node`."""
-        return self.of.types_are_whole
-
-    @property
-    def steps(self) -> Sequence[list[Any]]:
+    def steps(self) -> Sequence[Step]:
         """See `Node`."""
         axes = self.level.axes[self.lead : self.lead + self.spec.num_arrays]
-        return [*self.of.steps, ["vmap", self.level.size, list(axes)]]
-
-    @property
-    def wiring(self) -> Sequence[dict[str, Any]]:
-        """See `Node`."""
         name = None if self.level.axis_name is None else self.level.axis_name.name
-        return [*self.of.wiring, {"axis_name": name} if type(name) is str else {}]
+        wiring = {"axis_name": name} if type(name) is str else {}
+        return [*self.of.steps, Step(["vmap", self.level.size, list(axes)], wiring)]
+
+    def with_residuals(self) -> Node:
+        """See `Node`."""
+        return Vmapped(self.of.with_residuals(), self.level)
 
     def argument_axes(self, count: int) -> list[int | None]:
         """Return the batch axis of each of `count` arguments."""
@@ -128,49 +115,50 @@ class Vmapped(NonlinearWrapper):
 class LinearVmapped(Vmapped):
     """A linear call under one `vmap`; it is linear in the arguments from `linear_from` on."""
 
-    linear_from: int = 0
+    linear_from: int
+
+    @property
+    def forward(self) -> Node:
+        """See `Node`; a `vmap` over tangents or cotangents alone has no example of the forward to batch."""
+        fixed = self.level.axes[: self.lead + self.spec.num_arrays]
+        # A collective over a named axis batches a forward without batched arguments; its residuals are then batched.
+        may_collect = self.level.axis_name is not None and not self.lead
+        return super().forward if may_collect or any(axis is not None for axis in fixed) else self.of.forward
 
     @property
     def transpose(self) -> Node:
         """See `Node`."""
-        return TransposedVmapped(self.of.transpose, self.level, self)
+        return TransposedVmapped(self.of.transpose, self.level, self.linear_from)
 
     @property
-    def wiring(self) -> Sequence[dict[str, Any]]:
+    def steps(self) -> Sequence[Step]:
         """See `Node`."""
-        *inner, own = super().wiring
-        return [*inner, {**own, "axes": list(self.level.axes)}]
+        *inner, own = super().steps
+        return [*inner, Step(own.data, {**own.wiring, "axes": list(self.level.axes)})]
 
     def flat_vjp(self, choice: Choice, count: int) -> Flat:
         """See `Node`."""
-        return autodiff_vjp(self.flat(choice), count)
+        return Node.flat_vjp(self, choice, count)
 
 
 @dataclasses.dataclass(frozen=True)
-class TransposedVmapped(Vmapped):
-    """The transpose of a `LinearVmapped`: gradients of unbatched arguments are summed."""
-
-    # Stored so that transposing twice gives an equal node, with shared traces.
-    original: LinearVmapped
+class TransposedVmapped(LinearVmapped):
+    """The transpose of a `LinearVmapped`, with its axes: gradients of unbatched arguments are summed."""
 
     @property
     def transpose(self) -> Node:
         """See `Node`."""
-        return self.original
-
-    def with_spec(self, spec: CallSpec) -> TransposedVmapped:
-        """See `Node`."""
-        return dataclasses.replace(self, of=self.of.with_spec(spec), original=self.original.with_spec(spec))
+        return LinearVmapped(self.of.transpose, self.level, self.linear_from)
 
     @property
-    def wiring(self) -> Sequence[dict[str, Any]]:
+    def steps(self) -> Sequence[Step]:
         """See `Node`."""
-        *inner, own = super().wiring
-        return [*inner, {**own, "axes": list(self.level.axes), "transposed": True}]
+        *inner, own = super().steps
+        return [*inner, Step(own.data, {**own.wiring, "transposed": True})]
 
     def argument_axes(self, count: int) -> list[int | None]:
         """Return the batch axis of each argument; cotangents are batched along their first."""
-        fixed = self.level.axes[: self.original.linear_from]
+        fixed = self.level.axes[: self.linear_from]
         return [*fixed, *[0] * (count - len(fixed))]
 
     def flat(self, choice: Choice) -> Flat:
@@ -178,10 +166,6 @@ class TransposedVmapped(Vmapped):
 
         def transposed(*arrays: jax.Array) -> tuple[Any, ...]:
             batched = self.level.map(self.of.flat(choice), self.argument_axes(len(arrays)))(*arrays)
-            return tuple(map(_unbatch, batched, self.level.axes[self.original.linear_from :]))
+            return tuple(map(_unbatch, batched, self.level.axes[self.linear_from :]))
 
         return transposed
-
-    def flat_vjp(self, choice: Choice, count: int) -> Flat:
-        """See `Node`."""
-        return autodiff_vjp(self.flat(choice), count)

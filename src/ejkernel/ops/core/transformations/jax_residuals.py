@@ -21,16 +21,10 @@ from ejkernel.ops.utils.values.signature import is_inexact, type_text
 Flat = Callable[..., tuple[Any, ...]]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """The source in the backward of one array that JAX saves.
-
-    Arrays whose shape depends on the configuration, such as tables for its blocks, are mostly constants. So only arrays
-    computed from the arguments have to be the same under each configuration.
-    """
-
-    kind: Literal["argument", "output", "saved", "constant"]
-    index: int
+# The source in the backward of one array that JAX saves: its kind and its index. Arrays whose shape depends on the
+# configuration, such as tables for its blocks, are mostly constants. So only arrays computed from the arguments have to
+# be the same under each configuration.
+_Source = tuple[Literal["argument", "output", "saved", "constant"], int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +46,7 @@ class _SavedForward:
     @property
     def saved_at(self) -> list[int]:
         """The indices of the results of `jaxpr` that the forward passes to the backward, in order."""
-        found = {source.index: at for at, source in enumerate(self.sources) if source.kind == "saved"}
+        found = {index: at for at, (kind, index) in enumerate(self.sources) if kind == "saved"}
         return [self.num_outputs + found[index] for index in sorted(found)]
 
 
@@ -93,10 +87,7 @@ def gradients_from_jax_residuals(
         )
     constants = iter(_constants(traced))
     sources: dict[str, Sequence[Any]] = {"argument": arrays, "output": outputs, "saved": residuals}
-    leaves = [
-        next(constants) if source.kind == "constant" else sources[source.kind][source.index]
-        for source in traced.sources
-    ]
+    leaves = [next(constants) if kind == "constant" else sources[kind][index] for kind, index in traced.sources]
     found = iter(jax.tree.unflatten(traced.pullback, leaves)(tuple(cotangents)))
     return tuple(next(found) if is_inexact(array) else None for array in arrays)
 
@@ -126,19 +117,19 @@ def _sources(origins: Sequence[compat.tracing.Origin], num_outputs: int) -> tupl
     """Return the source of each result after the outputs; equal arrays are saved once."""
     outputs = {origin.name: index for index, origin in reversed(list(enumerate(origins[:num_outputs])))}
     saved: dict[Any, int] = {}
-    sources = []
+    sources: list[_Source] = []
     for origin in origins[num_outputs:]:
         if origin.argument is not None:
-            sources.append(_Source("argument", origin.argument))
+            sources.append(("argument", origin.argument))
         elif not origin.needs:
-            sources.append(_Source("constant", 0))
+            sources.append(("constant", 0))
         elif origin.name in outputs:
-            sources.append(_Source("output", outputs[origin.name]))
+            sources.append(("output", outputs[origin.name]))
         else:
-            sources.append(_Source("saved", saved.setdefault(origin.name, len(saved))))
+            sources.append(("saved", saved.setdefault(origin.name, len(saved))))
     return tuple(sources)
 
 
 def _constants(traced: _SavedForward) -> Sequence[Any]:
-    wanted = [False] * traced.num_outputs + [source.kind == "constant" for source in traced.sources]
+    wanted = [False] * traced.num_outputs + [kind == "constant" for kind, _ in traced.sources]
     return compat.tracing.evaluate_without_arguments(traced.jaxpr, wanted) if any(wanted) else []

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Final, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +32,10 @@ from ejkernel.ops.errors import EjkernelError, GradientError, KernelError
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.messages.names import array_advice
-from ejkernel.ops.utils.values.signature import is_array, is_inexact
+from ejkernel.ops.utils.values.signature import HasType, abstract, is_array, is_inexact
 
 Flat = Callable[..., tuple[Any, ...]]
+SUFFIXES: Final = {"vmap": "", "jvp": ".jvp", "vjp": ".bwd"}  # of the operation's name, by the kind of a step
 
 _RAN_WITH = " ran with "
 _LEADING = {  # the leading positional parameters of a rule; the arguments of `run` may follow
@@ -80,60 +82,22 @@ class Choice:
         return self.config_for_types is not None
 
 
-class Node(Protocol):
-    """A call under transformations."""
+class Step(NamedTuple):
+    """A transformation of a call.
 
-    @property
-    def spec(self) -> CallSpec:
-        """The call without its arrays."""
+    Attributes:
+        data: Its kind and arguments, as plain data for the call's key.
+        wiring: The facts that rebuilding the call needs and its key leaves out; mostly empty. These are the batch axes
+            of a linear call's additional arguments, and whether a differentiated forward returns its residuals.
+            `spmd_axis_name` is left out: it affects the placement of results on a mesh, not their values.
+    """
 
-    @property
-    def forward(self) -> Node:
-        """The forward call of this node, under the same `vmap`s."""
-
-    @property
-    def suffix(self) -> str:
-        """The suffix of the operation's name for derivatives: `""`, `".bwd"`, `".jvp"`, ..."""
-
-    @property
-    def lead(self) -> int:
-        """The number of residuals before the call's own arrays."""
-
-    @property
-    def types_are_whole(self) -> bool:
-        """Whether the trace for types contains the whole computation."""
-
-    @property
-    def transpose(self) -> Node:
-        """The transpose of a linear node."""
-
-    def with_spec(self, spec: CallSpec) -> Node:
-        """The same node for `spec`, a kernel call of the same structure."""
-
-    @property
-    def steps(self) -> Sequence[list[Any]]:
-        """The transformations, innermost first, as plain data for the call's key."""
-
-    @property
-    def wiring(self) -> Sequence[dict[str, Any]]:
-        """For each step, the facts that rebuilding the call needs and its key leaves out; mostly empty.
-
-        These are the batch axes of a linear call's additional arguments, and whether a differentiated forward returns
-        its residuals. `spmd_axis_name` is left out: it affects the placement of results on a mesh, not their values.
-        """
-
-    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        """Types of all arguments, given the types of the kernel's own arrays without batch axes."""
-
-    def flat(self, choice: Choice) -> Flat:
-        """The function of flat arrays."""
-
-    def flat_vjp(self, choice: Choice, count: int) -> Flat:
-        """The function from `count` arguments and all cotangents to `count` gradients; `None` for integers."""
+    data: list[Any]
+    wiring: dict[str, Any]
 
 
-class Wrapper:
-    """Defaults of a node that wraps another node.
+class Node:
+    """A call under transformations; the defaults are those of a nonlinear node that wraps another one.
 
     Attributes:
         of: The wrapped node.
@@ -141,46 +105,76 @@ class Wrapper:
 
     of: Node
 
-    @property
+    @functools.cached_property
     def spec(self) -> CallSpec:
-        """See `Node`."""
+        """The call without its arrays."""
         return self.of.spec
 
     @property
     def forward(self) -> Node:
-        """See `Node`."""
+        """The forward call of this node, under the same `vmap`s."""
         return self.of.forward
 
     @property
-    def lead(self) -> int:
-        """See `Node`."""
-        return self.of.lead
-
-    def with_spec(self, spec: CallSpec) -> Any:
-        """See `Node`."""
-        return dataclasses.replace(cast(Any, self), of=self.of.with_spec(spec))
-
-    def flat(self, choice: Choice) -> Flat:
-        """See `Node`."""
-        raise NotImplementedError
-
-    def flat_vjp(self, choice: Choice, count: int) -> Flat:
-        """See `Node`; JAX's derivative of `flat`."""
-        return autodiff_vjp(self.flat(choice), count)
-
-
-class NonlinearWrapper(Wrapper):
-    """Defaults of a nonlinear node that wraps another node."""
+    def suffix(self) -> str:
+        """The suffix of the operation's name for derivatives: `""`, `".bwd"`, `".jvp"`, ..."""
+        return "".join(SUFFIXES.get(step.data[0], "") for step in self.steps)
 
     @property
-    def suffix(self) -> str:
-        """See `Node`."""
-        return self.of.suffix
+    def lead(self) -> int:
+        """The number of residuals before the call's own arrays."""
+        return self.of.lead
 
     @property
     def transpose(self) -> Node:
-        """See `Node`."""
+        """The transpose of a linear node."""
         raise TypeError(f"{self.spec.kernel.op_id} is not linear.")
+
+    @property
+    def steps(self) -> Sequence[Step]:
+        """The transformations, innermost first."""
+        raise NotImplementedError
+
+    @property
+    def levels(self) -> Sequence[tuple[int, tuple[int | None, ...]]]:
+        """The size of each enclosing `vmap`, and the batch axes of the call's own arrays, outermost first."""
+        return [(step.data[1], tuple(step.data[2])) for step in reversed(self.steps) if step.data[0] == "vmap"]
+
+    def example_types(self, arrays: Sequence[HasType]) -> list[jax.ShapeDtypeStruct]:
+        """The types of the call's own arrays in one example, given all arguments."""
+        found = list(map(abstract, arrays[self.lead : self.lead + self.spec.num_arrays]))
+        for _, axes in self.levels:
+            found = list(map(unbatched, found, axes))
+        return found
+
+    def with_spec(self, spec: CallSpec) -> Any:
+        """The same node for `spec`, a kernel call of the same structure."""
+        return dataclasses.replace(cast(Any, self), of=self.of.with_spec(spec))
+
+    def with_residuals(self) -> Node:
+        """The forward, under the same `vmap`s, with residuals among its results."""
+        raise TypeError(f"{self.spec.kernel.op_id}{self.suffix} has no residuals.")
+
+    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """Types of all arguments, given the types of the kernel's own arrays without batch axes."""
+        return self.of.argument_types(choice, own)
+
+    def flat(self, choice: Choice) -> Flat:
+        """The function of flat arrays."""
+        raise NotImplementedError
+
+    def flat_vjp(self, choice: Choice, count: int) -> Flat:
+        """The function from `count` arguments and all cotangents to `count` gradients; `None` for integers.
+
+        By default this is JAX's derivative of `flat`.
+        """
+        return autodiff_vjp(self.flat(choice), count)
+
+
+def unbatched(array: HasType, axis: int | None) -> jax.ShapeDtypeStruct:
+    """Return the type of one example of an array with batch axis `axis`."""
+    shape = tuple(length for index, length in enumerate(array.shape) if index != axis)
+    return jax.ShapeDtypeStruct(shape, array.dtype, weak_type=bool(getattr(array, "weak_type", False)))
 
 
 def autodiff_vjp(function: Flat, count: int) -> Flat:
@@ -201,31 +195,29 @@ def in_dtypes_of(outs: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, .
 
 
 @dataclasses.dataclass(frozen=True)
-class Forward:
+class Forward(Node):
     """The kernel's forward; with `residuals`, it returns its residuals after its outputs."""
 
-    spec: CallSpec
+    spec: CallSpec = dataclasses.field()  # without `field()`, the property of `Node` would be its default
     residuals: bool = False
 
     suffix = ""
     lead = 0
-    types_are_whole = True
     steps = ()
-    wiring = ()
+    levels = ()
 
     @property
     def forward(self) -> Node:
         """The plain forward."""
         return Forward(self.spec)
 
-    @property
-    def transpose(self) -> Node:
-        """A forward is not linear."""
-        raise TypeError(f"{self.spec.kernel.op_id} is not linear.")
-
     def with_spec(self, spec: CallSpec) -> Forward:
         """See `Node`."""
         return dataclasses.replace(self, spec=spec)
+
+    def with_residuals(self) -> Node:
+        """See `Node`."""
+        return Forward(self.spec, residuals=True)
 
     def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """The types of the kernel's own arrays."""
