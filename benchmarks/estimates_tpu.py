@@ -28,7 +28,7 @@ from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.execution.discovery import discover_for
 from ejkernel.ops.utils.formatting import compact
-from ejkernel.ops.utils.storage.serialize import from_data
+from ejkernel.ops.utils.storage.serialize import from_plain
 
 TIMEOUT = 1200.0  # seconds for one candidate, on a busy machine
 
@@ -119,7 +119,7 @@ def products() -> list[dict[str, Any]]:
             (estimates,) = estimate_calls(
                 [inv], target, candidates=functools.partial(_these, [blocks]), timeout_s=TIMEOUT
             )
-            (row,) = (row for row in estimates.rows if from_data(row.config, Blocks) == blocks)
+            (row,) = (row for row in estimates.rows if from_plain(row.config, Blocks) == blocks)
             estimated[size] = row.us or math.nan
         mine, theirs = _rate(estimated), _rate(published)
         found.append(

@@ -339,6 +339,7 @@ def unlistable(clean, monkeypatch):
     return closed
 
 
+@pytest.mark.filterwarnings("ignore:the folder .* cannot be listed:ejkernel.ops.errors.CacheWarning")
 def test_an_unlistable_folder_is_reported_and_not_removed(capsys, clean, unlistable):
     status, out, _ = run(capsys, "verify", cache=clean)
     assert status == 1

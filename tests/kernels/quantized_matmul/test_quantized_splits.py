@@ -17,7 +17,7 @@ from ejkernel.kernels.quantized_matmul.mosaic_gpu.implementation import MosaicGp
 from ejkernel.kernels.quantized_matmul.mosaic_gpu.plan import MosaicGpuParams
 from ejkernel.kernels.quantized_matmul.mosaic_gpu.splits import added
 from ejkernel.kernels.quantized_matmul.quantized import quantize
-from ejkernel.ops.utils.storage.serialize import from_data
+from ejkernel.ops.utils.storage.serialize import from_plain
 
 pytestmark = pytest.mark.slow
 
@@ -144,7 +144,7 @@ def test_groups_have_no_splits():
 
 def test_an_entry_without_splits_is_read_as_one_without_them():
     params = {"block_m": 64, "block_n": 256, "out_slots": 2, "panel": 16, "stages": 4}
-    assert from_data(params, MosaicGpuParams) == MosaicGpuParams(block_m=64, splits=1)
+    assert from_plain(params, MosaicGpuParams) == MosaicGpuParams(block_m=64, splits=1)
 
 
 def test_sums_of_splits_have_a_limit():

@@ -677,7 +677,7 @@ def test_a_folder_that_may_not_be_listed_is_not_called_an_entry(cache, monkeypat
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(_files.os, "listdir", refuse)
+    monkeypatch.setattr(_files.os, "scandir", refuse)
     with pytest.warns(
         CacheWarning, match=r"the folder .* cannot be listed, so its files are ignored: Permission denied"
     ):

@@ -141,16 +141,22 @@ def test_old_temporary_files_are_removed_by_the_first_write_into_their_folder(tm
 
 def test_the_clock_that_counts_is_the_file_system_s(tmp_path):
     left = beside(tmp_path / "file.json", age=10.0)
-    assert remove_abandoned(tmp_path, left.stat().st_mtime + LEFT_OVER - 1) == 0
-    assert remove_abandoned(tmp_path, left.stat().st_mtime + LEFT_OVER + 1) == 1
-    assert remove_abandoned(tmp_path / "none", 0.0) == 0
+    written = left.stat().st_mtime
+    for age in (LEFT_OVER - 1, LEFT_OVER + 1):
+        assert left.exists()
+        os.utime(tmp_path, (written + age, written + age))  # as of a write at this time
+        remove_abandoned(tmp_path)
+    assert not left.exists()
+    remove_abandoned(tmp_path / "none")
 
 
 def test_a_temporary_file_that_cannot_be_removed_does_not_block_others(tmp_path, caplog):
     left = beside(tmp_path / "z.json")
     (tmp_path / ".a.json.1-0123abcd.tmp").mkdir()
+    later = left.stat().st_mtime + 2 * LEFT_OVER
+    os.utime(tmp_path, (later, later))
     with caplog.at_level("INFO"):
-        assert remove_abandoned(tmp_path, left.stat().st_mtime + 2 * LEFT_OVER) == 1
+        remove_abandoned(tmp_path)
     assert not left.exists()
     assert "an abandoned temporary file cannot be removed" in caplog.text
 

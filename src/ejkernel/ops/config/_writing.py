@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ejkernel.ops.config._files import UnusableError, check_inside, read_file
 from ejkernel.ops.utils.error_text import printable
@@ -54,14 +54,14 @@ Seen = tuple[object, ...]  # see `seen`
 _cleaned: set[str] = set()  # folders that this process has cleaned of abandoned temporary files
 
 
-def write_file(file: Path, text: str, *, durable: bool = True, root: Path | None = None) -> None:
-    """Write a file atomically: readers see the complete old text or the complete new text.
+def write_file(file: Path, content: str | bytes, *, durable: bool = True, root: Path | None = None) -> None:
+    """Write a file atomically: readers see the complete old content or the complete new content.
 
     The first write of this process into a folder also removes abandoned temporary files there.
 
     Args:
         file: The file; missing folders are created.
-        text: The new content.
+        content: The new content.
         durable: Whether to sync to disk before returning, so that the file survives a power failure.
         root: The cache folder, if the file belongs to a cache. No folder between the two may be a link, and the write
             takes the shared lock, so that no command removes the new file by mistake.
@@ -69,7 +69,7 @@ def write_file(file: Path, text: str, *, durable: bool = True, root: Path | None
     Raises:
         OSError: The file cannot be written; its old content is unchanged.
     """
-    raw = text.encode()
+    raw = content.encode() if isinstance(content, str) else content
     write_chunks(file, lambda: (raw,), durable=durable, root=root)
 
 
@@ -88,11 +88,11 @@ def write_chunks(
         OSError: The file cannot be written; its old content is unchanged.
     """
     placing = contextlib.nullcontext if root is None else functools.partial(shared, root)
-    modified = _retried(lambda: _written({file: chunks}, root, placing, durable=durable))
+    _retried(lambda: _write({file: chunks()}, root, placing, durable=durable))
     # Done by writers, since readers may lack permission to remove; once per folder, since it lists the folder.
     if (folder := str(file.parent)) not in _cleaned:
         _cleaned.add(folder)
-        remove_abandoned(file.parent, modified)
+        remove_abandoned(file.parent)
 
 
 def replace_judged(texts: Mapping[Path, str], root: Path, check: Callable[[], object]) -> None:
@@ -113,9 +113,8 @@ def replace_judged(texts: Mapping[Path, str], root: Path, check: Callable[[], ob
             check()
             yield
 
-    raw = {file: (text.encode(),) for file, text in texts.items()}
-    chunks = {file: (lambda parts=parts: parts) for file, parts in raw.items()}
-    _retried(lambda: _written(chunks, root, placing, durable=True))
+    chunks = {file: (text.encode(),) for file, text in texts.items()}
+    _retried(lambda: _write(chunks, root, placing, durable=True))
 
 
 def keep_elsewhere(folder: Path | None, parts: tuple[str, ...], text: str) -> Path | None:
@@ -144,30 +143,37 @@ def _new_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="ejkernel-"))  # only its owner may read it
 
 
-def _retried(write: Callable[[], float]) -> float:
+def _retried(write: Callable[[], None]) -> None:
     """Repeat a write whose folder or temporary file another process has removed.
 
     Another process removes the temporary file as abandoned if this process was suspended for a long time.
     """
     for _ in range(_ATTEMPTS - 1):
         with contextlib.suppress(FileNotFoundError):
-            return write()
-    return write()
+            write()
+            return
+    write()
 
 
-def remove_abandoned(folder: Path, now: float) -> int:
-    """Remove the temporary files of killed processes from a folder and return their number.
+def remove_abandoned(folder: Path) -> None:
+    """Remove the temporary files of killed processes from a folder, but not from its subfolders.
 
-    Args:
-        folder: The folder; its subfolders are not searched.
-        now: The current time by the file system's clock, e.g. from a file that was written just now.
+    The time of the folder's last change is the current time by the file system's clock: a file was just renamed in it.
     """
     try:
+        now = folder.stat().st_mtime
         left = [folder / name for name in os.listdir(folder) if _BESIDE.fullmatch(name)]
     except OSError as error:
         logger.info("a folder cannot be searched for abandoned temporary files: %s", printable(error))
-        return 0
-    return sum(_removed(file, now) for file in left)
+        return
+    for file in left:
+        try:
+            if now - file.lstat().st_mtime > LEFT_OVER:
+                file.unlink()
+        except FileNotFoundError:  # another process has removed it
+            continue
+        except OSError as error:
+            logger.info("an abandoned temporary file cannot be removed: %s", printable(error))
 
 
 def is_being_written(name: str) -> bool:
@@ -175,12 +181,8 @@ def is_being_written(name: str) -> bool:
     match = _BESIDE.fullmatch(name)
     if match is None or os.name != "posix":
         return match is not None
-    return _runs(int(match[1]))
-
-
-def _runs(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
+        os.kill(int(match[1]), 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:  # a process of another user
@@ -188,53 +190,33 @@ def _runs(pid: int) -> bool:
     return True
 
 
-def _removed(file: Path, now: float) -> bool:
-    try:
-        if now - file.lstat().st_mtime <= LEFT_OVER:
-            return False
-        file.unlink()
-    except FileNotFoundError:  # another process has removed it
-        return False
-    except OSError as error:
-        logger.info("an abandoned temporary file cannot be removed: %s", printable(error))
-        return False
-    return True
-
-
-class _Ready(NamedTuple):
-    """A complete temporary file, before the rename."""
-
-    beside: Path
-    file: Path
-    modified: float  # by the file system's clock
-    folders: list[Path]  # the folders that get a new name: the file's folder and parents of created folders
-
-
-def _written(
-    files: Mapping[Path, Callable[[], Iterable[bytes]]],
+def _write(
+    files: Mapping[Path, Iterable[bytes]],
     root: Path | None,
     placing: Callable[[], AbstractContextManager[object]],
     *,
     durable: bool,
-) -> float:
-    """Write temporary files, rename them inside `placing`, and return the modification time of the last."""
+) -> None:
+    """Write temporary files, and rename them inside `placing`."""
+    changed: list[Path] = []  # the folders that get a new name: those of the files, and parents of created folders
     with contextlib.ExitStack() as stack:
-        ready = [stack.enter_context(_beside(file, chunks(), root, durable)) for file, chunks in files.items()]
+        ready = {}
+        for file, chunks in files.items():
+            if root is not None:
+                check_inside(root, file)
+            changed += [file.parent, *_made(file.parent)]
+            ready[file] = stack.enter_context(_beside(file, chunks, durable))
         with placing():
-            for each in ready:
-                os.replace(each.beside, each.file)  # atomic on one file system
+            for file, beside in ready.items():
+                os.replace(beside, file)  # atomic on one file system
     # Syncing a folder makes a rename in it durable; the name of a new folder is stored in its parent.
-    for folder in dict.fromkeys(folder for each in ready for folder in each.folders) if durable else ():
+    for folder in dict.fromkeys(changed) if durable else ():
         _sync_folder(folder)
-    return ready[-1].modified
 
 
 @contextlib.contextmanager
-def _beside(file: Path, chunks: Iterable[bytes], root: Path | None, durable: bool) -> Iterator[_Ready]:
+def _beside(file: Path, chunks: Iterable[bytes], durable: bool) -> Iterator[Path]:
     """Write the temporary file for a `with` block, which renames it."""
-    if root is not None:
-        check_inside(root, file)
-    new = _made(file.parent)
     # Not `tempfile`: only the owner can read its files, but a group may share the folder.
     beside = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
@@ -243,8 +225,7 @@ def _beside(file: Path, chunks: Iterable[bytes], root: Path | None, durable: boo
             stream.flush()
             if durable:
                 _sync(stream.fileno(), _NO_SYNC)
-            modified = os.fstat(stream.fileno()).st_mtime
-        yield _Ready(beside, file, modified, [file.parent, *new])
+        yield beside
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
@@ -261,16 +242,23 @@ def _made(folder: Path) -> list[Path]:
 
 def _sync_folder(folder: Path) -> None:
     """Sync the names in a folder to disk, if the file system supports it."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        if error.errno in _NO_FOLDER_SYNC:
-            return
-        raise
+    descriptor = _opened_folder(folder, _NO_FOLDER_SYNC)
+    if descriptor is None:
+        return
     try:
         _sync(descriptor, _NO_FOLDER_SYNC)
     finally:
         os.close(descriptor)
+
+
+def _opened_folder(folder: Path, cannot: tuple[int, ...]) -> int | None:
+    """Return a descriptor of a folder; `None` if opening it fails with one of these errors."""
+    try:
+        return os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    except OSError as error:
+        if error.errno in cannot:
+            return None
+        raise
 
 
 def _sync(descriptor: int, cannot: tuple[int, ...]) -> None:
@@ -394,7 +382,7 @@ def exclusive(root: Path) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _held(root: Path, *, is_shared: bool) -> Iterator[None]:
-    descriptor = _opened_folder(root)
+    descriptor = None if fcntl is None else _opened_folder(root, _NO_FOLDER)
     if descriptor is None:
         yield
         return
@@ -407,18 +395,6 @@ def _held(root: Path, *, is_shared: bool) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)
-
-
-def _opened_folder(root: Path) -> int | None:
-    """Return a descriptor of a folder; `None` if it cannot be locked."""
-    if fcntl is None:
-        return None
-    try:
-        return os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in _NO_FOLDER:
-            return None
-        raise
 
 
 def _locked(descriptor: int, root: Path, *, is_shared: bool) -> bool:

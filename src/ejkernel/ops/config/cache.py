@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -15,7 +14,7 @@ from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.types import Cfg, ConfigKey
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.services import Shown
-from ejkernel.ops.utils.storage.serialize import stable_json
+from ejkernel.ops.utils.storage.serialize import digest_of, stable_json
 from ejkernel.ops.utils.weak_caches import Copied, Records
 
 
@@ -109,17 +108,21 @@ def key_and_config(arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     return key_of(arguments[:-1]), arguments[-1]
 
 
+def as_config_key(key: object) -> ConfigKey | None:
+    """Return three strings as a `ConfigKey`; `None` for any other object."""
+    is_key = isinstance(key, (tuple, list)) and len(key) == 3 and all(isinstance(part, str) for part in key)
+    return ConfigKey(*key) if is_key else None  # type: ignore[misc]  # of three strings
+
+
 def key_of(parts: tuple[Any, ...]) -> Any:
     """Return the key of `get(key)` and of `get(device, op, call)`."""
     if len(parts) == 1:
-        (key,) = parts
-        if isinstance(key, (tuple, list)) and len(key) == 3 and all(isinstance(part, str) for part in key):
-            return ConfigKey(*key)
-        return key
+        return as_config_key(parts[0]) or parts[0]
     if len(parts) == 3:
-        if all(isinstance(part, str) for part in parts):
-            return ConfigKey(*parts)
-        raise ConfigError(f"device, op and call must be str, got {parts!r}.")
+        found = as_config_key(parts)
+        if found is None:
+            raise ConfigError(f"device, op and call must be str, got {parts!r}.")
+        return found
     raise TypeError(f"get takes (key) or (device, op, call), got {len(parts)} arguments; a key is one value.")
 
 
@@ -212,12 +215,11 @@ class ConfigCache(Copied, Shown):
 
     def _changed(self) -> None:
         with self._lock:
-            alive = [(reference, reference()) for reference in self._listeners]
-            self._listeners = [reference for reference, listener in alive if listener is not None]
+            self._listeners = [reference for reference in self._listeners if reference() is not None]
+            listeners = [reference() for reference in self._listeners]
         # Outside the lock: a listener may use the cache.
-        for _, listener in alive:
-            if listener is not None:
-                listener()
+        for listener in filter(None, listeners):
+            listener()
 
 
 def same_config(left: object, right: object) -> bool:
@@ -251,7 +253,7 @@ class Overlay:
         self._entries = {_overlay_key(key): config for key, config in entries.items()}
         # JAX's cache keys contain the digest, so it must not depend on the order of the entries.
         content = stable_json(sorted([*key, *config_token(config)] for key, config in self._entries.items()))
-        self.digest = hashlib.sha256(content.encode("ascii")).hexdigest()
+        self.digest = digest_of(content)
 
     def lookup(self, key: ConfigKey) -> Any:
         """Return the configuration under `key`, or `None`."""
@@ -270,9 +272,10 @@ class Overlay:
 
 
 def _overlay_key(key: object) -> ConfigKey:
-    if isinstance(key, tuple) and len(key) == 3 and all(isinstance(part, str) for part in key):
-        return ConfigKey(*key)
-    raise ConfigError(f"keys of an overlay must be ConfigKey(device, op, call), got {key!r}.")
+    found = as_config_key(key)
+    if found is None:
+        raise ConfigError(f"keys of an overlay must be ConfigKey(device, op, call), got {key!r}.")
+    return found
 
 
 @contextlib.contextmanager

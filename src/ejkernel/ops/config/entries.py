@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import hashlib
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -45,6 +44,7 @@ from ejkernel.ops.errors import ConfigError, EjkernelError, SerializationError
 from ejkernel.ops.utils.error_text import printable
 from ejkernel.ops.utils.formatting import cases, durations, ratio
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, read_object, sealed_json, stable_json, to_data
+from ejkernel.ops.utils.values.signature import digest_of
 
 SCHEMA: Final = 2  # raise when the layout of an entry changes; an entry of another schema is a miss with a warning
 WHAT: Final = "an entry of this cache"
@@ -166,7 +166,7 @@ def check_key(entry: StoredEntry, key: ConfigKey) -> None:
         raise UnusableError(f"it holds another key: {describe(entry.key)}")
 
 
-def read_entry(file: Traversable | str) -> StoredEntry | None:
+def read_entry(file: str | Path) -> StoredEntry | None:
     """Return the entry of a file found in a cache folder, or `None` if the file is gone.
 
     Raises:
@@ -178,23 +178,18 @@ def read_entry(file: Traversable | str) -> StoredEntry | None:
     return entry
 
 
-def read_at(
-    file: Traversable | str, *, root: str | Path | None = None, follow_links: bool = False
-) -> StoredEntry | None:
+def read_at(file: str | Path, *, root: str | Path | None = None) -> StoredEntry | None:
     """Return the entry of a file, or `None` if the file does not exist.
 
     Args:
         file: The file.
         root: The cache folder, to check that no folder between root and file is a link.
-        follow_links: Whether the file may be a link.
 
     Raises:
         UnusableError: The entry is not usable.
     """
-    raw = read_file(file, LARGEST, root=root, follow_links=follow_links)
-    if raw is None:
-        return None
-    return parsed(raw, Path(file) if isinstance(file, (str, Path)) else None)
+    raw = read_file(file, LARGEST, root=root)
+    return None if raw is None else parsed(raw, Path(file))
 
 
 def saved_in(persistent: Any, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Iterator[tuple[Any, StoredEntry]]:
@@ -238,7 +233,8 @@ def decoded(entry: StoredEntry, cfg_type: object) -> Any:
 
 
 # Device names with the same chip, and the measured device among them. MIG slices are excluded.
-_SISTERS: Final = ((re.compile(r"gpu:nvidia_(h100|h200|h800|gh200)(?!.*_mig_)"), "gpu:nvidia_h200"),)
+_SISTERS: Final = re.compile(r"gpu:nvidia_(h100|h200|h800|gh200)(?!.*_mig_)")
+_MEASURED: Final = "gpu:nvidia_h200"
 
 
 class Shipped(NamedTuple):
@@ -269,20 +265,19 @@ def shipped_config(key: ConfigKey, cfg_type: object, folder: Traversable = _SHIP
         folder: The folder of the package.
     """
     try:
-        entry = read_at(folder.joinpath(*location(key)), follow_links=True)  # some installers link files
-        if entry is None:
-            return None
+        entry = parsed(folder.joinpath(*location(key)).read_bytes(), None)
         check_key(entry, key)
         return Shipped(decoded(entry, cfg_type), entry)
-    except UnusableError as error:
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnusableError) as error:
         warn_of(f"{key.call} of {folder}", error)
         return None
 
 
 def sister_of(device: str) -> str | None:
     """Return the measured device with the same chip as `device`, or `None`; only clocks, memory and host may differ."""
-    found = next((measured for pattern, measured in _SISTERS if pattern.match(device)), None)
-    return None if found == device else found
+    return _MEASURED if _SISTERS.match(device) and device != _MEASURED else None
 
 
 # --- stale entries ---
@@ -364,7 +359,7 @@ def space_digest(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> str | N
         content = _content_of_space(candidates_of(kernel, inv.representative))
     except (EjkernelError, SerializationError):
         return None
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+    return digest_of(content, 16)
 
 
 def _content_of_space(space: Collection[Any]) -> str:

@@ -16,7 +16,7 @@ import secrets
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeGuard, overload
+from typing import TYPE_CHECKING, Any, Final, overload
 
 from ejkernel import settings
 from ejkernel.ops.config import estimates
@@ -34,13 +34,12 @@ from ejkernel.ops.config._files import (
     warn_once,
 )
 from ejkernel.ops.config._writing import keep_elsewhere, write_file
-from ejkernel.ops.config.cache import key_and_config, key_of
+from ejkernel.ops.config.cache import as_config_key, key_and_config, key_of
 from ejkernel.ops.config.entries import (
     StoredEntry,
     check_key,
     decoded,
     new_entry,
-    parsed,
     read_at,
     read_entry,
     text_of,
@@ -114,10 +113,9 @@ class PersistentCache(Shown):
         self._has_looked_for_layers = False
         self.shipped = shipped
         self.clock = clock if clock is not None else now
-        self._memory: dict[ConfigKey, str] = {}  # texts of unwritable files
+        self._memory: dict[ConfigKey, tuple[StoredEntry, str]] = {}  # unwritable entries, and the errors of their puts
         self._write_failed = False
         self.kept_in: Path | None = None
-        self._why_unwritten: dict[ConfigKey, str] = {}  # the errors of their puts
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -194,8 +192,8 @@ class PersistentCache(Shown):
         if cfg is None:
             raise ConfigError("cfg must not be None: get() returns None for a missing entry.")
         # Serialize first: a value without a JSON form must not touch the old entry.
-        text = text_of(new_entry(key, cfg, call, measured, self.clock()))
-        self._store(key, text)
+        entry = new_entry(key, cfg, call, measured, self.clock())
+        self._store(entry, text_of(entry))
         reason = why_not_decoded(cfg, key.op)
         if reason:
             warn(f"get() will not find what was stored for {value_text(key)}: {reason}", CacheWarning)
@@ -256,8 +254,8 @@ class PersistentCache(Shown):
         return next((entry for _, entry in self.found(_key(*key), decode=lambda entry, _: entry.config)), None)
 
     def __contains__(self, key: object) -> bool:
-        canonical = key_of((key,))
-        return _is_key(canonical) and self.load(canonical) is not None
+        found = as_config_key(key)
+        return found is not None and self.load(found) is not None
 
     def remove(self, *key: object) -> bool:
         """Remove the entry of a key from the writable folder; return whether it had one. Layers stay unchanged."""
@@ -320,8 +318,7 @@ class PersistentCache(Shown):
     def _all(self, operation: str | None = None) -> Iterator[StoredEntry]:
         """Yield all entries."""
         self._look_for_layers()
-        for text in list(self._memory.values()):
-            yield parsed(text.encode(), None)
+        yield from (entry for entry, _ in list(self._memory.values()))
         for layer in (self.path, *self.layers):
             if isinstance(layer, Path):
                 yield from _all_in(layer, operation)
@@ -330,9 +327,9 @@ class PersistentCache(Shown):
 
     def _places(self, key: ConfigKey) -> Iterator[tuple[str, Callable[[], StoredEntry | None]]]:
         self._look_for_layers()
-        text = self._memory.get(key)
-        if text is not None:
-            yield f"{key} (in memory)", functools.partial(parsed, text.encode(), None)
+        kept = self._memory.get(key)
+        if kept is not None:
+            yield f"{key} (in memory)", lambda: kept[0]
         parts = location(key)
         for layer in (self.path, *self.layers):
             if isinstance(layer, Path):
@@ -345,24 +342,24 @@ class PersistentCache(Shown):
         """Yield the folders, in lookup order."""
         yield from (layer for layer in (self.path, *self.layers) if isinstance(layer, Path))
 
-    def _store(self, key: ConfigKey, text: str) -> None:
+    def _store(self, entry: StoredEntry, text: str) -> None:
         try:
             if self.path is None:
                 raise OSError("no home folder is known")
-            file = self.path.joinpath(*location(key))
+            file = self.path.joinpath(*location(entry.key))
             write_file(file, text, root=self.path)
         except OSError as error:
-            self._memory[key], self._why_unwritten[key] = text, error.strerror or str(error)
-            self.keep_elsewhere(location(key), text, error)
+            self._memory[entry.key] = entry, error.strerror or str(error)
+            self.keep_elsewhere(location(entry.key), text, error)
         else:
             # The file replaces an older entry in memory, from when the folder was not writable.
-            self._memory.pop(key, None)
-            self._why_unwritten.pop(key, None)
+            self._memory.pop(entry.key, None)
             forget_warning(file)
 
     def why_unwritten(self, key: ConfigKey) -> str:
         """Return why the entry put for a key is only in the memory of this process; empty if a file has it."""
-        return self._why_unwritten.get(key, "") if key in self._memory else ""
+        kept = self._memory.get(key)
+        return "" if kept is None else kept[1]
 
     def on_disk(self) -> PersistentCache:
         """Return a view of the cache without the entries that only the memory of this process holds."""
@@ -401,13 +398,10 @@ class PersistentCache(Shown):
 def _key(*parts: object) -> ConfigKey:
     """Return the key given as a whole or in its three parts."""
     key = key_of(parts)
-    if not _is_key(key):
+    found = as_config_key(key)
+    if found is None:
         raise ConfigError(f"a key of a PersistentCache is a ConfigKey: device, op and call, three str; got {key!r}.")
-    return key
-
-
-def _is_key(key: object) -> TypeGuard[ConfigKey]:
-    return isinstance(key, ConfigKey) and all(isinstance(part, str) for part in key)
+    return found
 
 
 def _split_type(given: tuple[object, ...], cfg_type: object) -> tuple[tuple[Any, ...], Any]:
@@ -439,11 +433,11 @@ def _expand(path: str | Path | None) -> Path | None:
 
 def _all_in(folder: Path, operation: str | None) -> Iterator[StoredEntry]:
     begin = "" if operation is None else slug(f"{operation}@v")
-    for _, place in places(folder, ENTRY, lambda op: op.startswith(begin)):
+    for place in places(folder, ENTRY, lambda op: op.startswith(begin)):
         try:
-            found = read_entry(place)
+            found = read_entry(place.path)
         except UnusableError as error:
-            warn_of(place, error, _REMEDY)
+            warn_of(place.path, error, _REMEDY)
         else:
             yield from () if found is None else (found,)
 

@@ -99,30 +99,26 @@ class PublishedTable:
         Args:
             facts: The call as the table describes it, with its `device`.
         """
-        return self._by_call.get(_key(facts), ())
+        return self._by_call.get(frozenset(facts.items()), ())
 
     def counts(self, device: str) -> dict[str, int]:
         """Return the number of rows for a device, by source."""
         found: dict[str, int] = {}
-        for key, rows in self._by_call.items():
-            for row in rows if ("device", device) in key else ():
+        for call, rows in self._by_call.items():
+            for row in rows if ("device", device) in call else ():
                 found[row.source] = found.get(row.source, 0) + 1
         return found
 
     @functools.cached_property
-    def _by_call(self) -> dict[tuple[tuple[str, int | str], ...], list[PublishedRow]]:
-        found: dict[tuple[tuple[str, int | str], ...], list[PublishedRow]] = {}
+    def _by_call(self) -> dict[frozenset[tuple[str, int | str]], list[PublishedRow]]:
+        found: dict[frozenset[tuple[str, int | str]], list[PublishedRow]] = {}
         for source, rows in self.read().items():
             for row in rows:
                 made = PublishedRow(row["params"], source, row.get("us"), row.get("xla_us"))
-                found.setdefault(_key(row["call"]), []).append(made)
+                found.setdefault(frozenset(row["call"].items()), []).append(made)
         for several in found.values():
             several.sort(key=lambda row: -row.gain)
         return found
-
-
-def _key(facts: Facts) -> tuple[tuple[str, int | str], ...]:
-    return tuple(sorted(facts.items()))
 
 
 def published_params(implementation: Any, call: Any) -> Iterator[tuple[PublishedRow, Any, str]]:

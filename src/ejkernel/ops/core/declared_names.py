@@ -24,7 +24,7 @@ from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.error_text import instance_text, value_text
 from ejkernel.ops.utils.storage.decode import with_tuples
 from ejkernel.ops.utils.storage.encode import child
-from ejkernel.ops.utils.storage.serialize import from_data, from_plain, to_data
+from ejkernel.ops.utils.storage.serialize import from_plain, to_data
 from ejkernel.ops.utils.values.nameable import Names, marked, qualified, quoted
 
 logger = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ def decode_config(data: object, name: str, op: str = "") -> Any:
     """
     if name == PLAIN:
         return with_tuples(data)
-    return data if name == _WITH_LISTS else from_data(data, known_type(name, op))
+    return data if name == _WITH_LISTS else from_plain(data, known_type(name, op))
 
 
 def read_config(data: object, name: str, declared: Any, op: str) -> Any:

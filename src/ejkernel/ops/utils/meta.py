@@ -11,7 +11,6 @@ may drop them. Debug names are unsuitable, because JAX's compilation cache may r
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.messages.names import check_argument
-from ejkernel.ops.utils.values.signature import describe
+from ejkernel.ops.utils.values.signature import describe, digest_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -83,7 +82,7 @@ def _labelled(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 described = [describe(args), describe(kwargs)]
             except TypeError:  # of a method's object or a NumPy array of texts; as nothing is tuned, JAX's arrays do
                 described = [describe(leaf) for leaf in given if isinstance(leaf, jax.Array)]
-            key = hashlib.sha256(json.dumps(described, sort_keys=True).encode("ascii")).hexdigest()[:16]
+            key = digest_of(json.dumps(described, sort_keys=True), 16)
             leaves, tree = jax.tree.flatten(out)
             stamped, _ = stamp(leaves, given, label(op_id, key), key)
             return jax.tree.unflatten(tree, stamped)  # type: ignore[no-any-return]
@@ -122,12 +121,12 @@ def extract_labels_from_hlo_text(hlo_text: str) -> list[str]:
     return list(dict.fromkeys(text for text, _ in label_positions(hlo_text)))
 
 
-def label_positions(text: str) -> Iterator[tuple[str, int]]:
-    """Yield each label in `text` and its end position."""
+def label_positions(text: str) -> Iterator[tuple[str, re.Match[str]]]:
+    """Yield each label in `text`, and the match of its operation and key."""
     for body in _BODY_RE.finditer(text):
         prefix = _PREFIX_RE.search(text[max(0, body.start() - _LONGEST_PREFIX) : body.start()])
         if prefix is not None:
-            yield prefix.group() + body.group(), body.end()
+            yield prefix.group() + body.group(), body
 
 
 def find_labels_in_lowered(lowered: object) -> list[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import importlib.util
 from importlib import resources
 from typing import TYPE_CHECKING
 
@@ -72,8 +73,4 @@ def microseconds(time: float | None) -> str:
 
 def is_available() -> bool:
     """Return whether Jinja2 is installed."""
-    try:
-        import jinja2 as jinja2
-    except ImportError:
-        return False
-    return True
+    return importlib.util.find_spec("jinja2") is not None

@@ -39,18 +39,14 @@ class PerObject(Generic[T]):
 
     make: Callable[[], T]
     by_address: dict[int, tuple[T, weakref.ref[Any]]] = dataclasses.field(default_factory=dict)
-    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def of(self, owner: object) -> T:
         """Return the object's value."""
-        found = self.by_address.get(id(owner))
-        if found is not None:
-            return found[0]
         address, table = id(owner), self.by_address
-        with self._lock:
-            found = table.get(address)
-            if found is None:
-                found = table[address] = self.make(), weakref.ref(owner, lambda _: table.pop(address, None))
+        found = table.get(address)
+        if found is None:  # of two threads, the first stores its value
+            new = self.make(), weakref.ref(owner, lambda _: table.pop(address, None))
+            found = table.setdefault(address, new)
         return found[0]
 
     def clear(self) -> None:
@@ -90,7 +86,7 @@ class Records(Bounded[T]):
 
 
 _lock = threading.Lock()
-_living: dict[int, weakref.ref[Any]] = {}  # in order of creation; by id, because not all instances are hashable
+_living: list[weakref.ref[Any]] = []  # in order of creation; a list, because not all instances are hashable
 
 
 class Noted:
@@ -99,18 +95,14 @@ class Noted:
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Create and register an instance."""
         made = super().__new__(cls)
-        identity = id(made)
         with _lock:
-            _living.pop(identity, None)  # a dead instance may have had the same id
-            _living[identity] = weakref.ref(made)
+            _living.append(weakref.ref(made))
         return made
 
 
 def living(cls: type) -> list[Any]:
     """Return the live instances of `cls`, oldest first."""
     with _lock:
-        found = [(identity, reference()) for identity, reference in _living.items()]
-        for identity, instance in found:
-            if instance is None:
-                del _living[identity]
+        found = [(reference, reference()) for reference in _living]
+        _living[:] = [reference for reference, instance in found if instance is not None]
     return [instance for _, instance in found if isinstance(instance, cls)]

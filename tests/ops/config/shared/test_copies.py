@@ -63,7 +63,6 @@ def test_packs_added_or_merged_by_another_process_are_seen(copy):
     other = LocalCopy(copy.folder)
     assert other.find(entry(0).key)
     copy.merge()
-    other._listed = copy.folder.stat().st_mtime_ns  # a clock so coarse that the folder seems to be the same
     assert other.find(entry(0).key) == [entry(0)]
     added(copy, entry(99))
     assert other.find(entry(99).key) == [entry(99)]
@@ -77,14 +76,6 @@ def test_packs_added_within_a_clock_tick_are_seen(copy):
     added(copy, entry(1))
     os.utime(copy.folder, ns=(changed.st_atime_ns, changed.st_mtime_ns))
     assert other.find(entry(1).key) == [entry(1)]
-
-
-def test_a_folder_that_has_not_changed_for_long_is_not_listed_again(copy, monkeypatch):
-    added(copy, entry(0))
-    os.utime(copy.folder, (1e9, 1e9))
-    assert copy.find(entry(0).key)
-    monkeypatch.setattr(os, "listdir", lambda path: pytest.fail("it is listed"))
-    assert copy.find(entry(0).key)
 
 
 def test_a_pack_merged_after_listing_is_read_at_its_new_place(copy, monkeypatch):

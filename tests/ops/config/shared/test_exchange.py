@@ -180,7 +180,7 @@ def test_entries_go_through_a_store(tmp_path, url):
     mine.put([entry(4, 4)])
     assert upkeep.merge(other) == 2
     assert rows(SharedPlace(url, tmp_path / "third")) == [1, 2, 3, 4]
-    mine.layer.refresh()
+    mine.refresh()
     assert rows(mine) == [1, 2, 3, 4]
 
 

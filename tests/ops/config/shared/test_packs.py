@@ -163,3 +163,11 @@ def test_salvaged_lines_of_a_damaged_pack_are_undamaged(position, garbage, cut):
     damaged = raw[:position] + garbage + raw[position + cut :]
     assert set(salvaged(damaged)) <= set(lines)
     assert set(salvaged(raw)) == set(lines)
+
+
+def test_a_pack_cut_off_after_it_was_opened_has_no_entries(tmp_path):
+    name, raw = pack(*map(entry, range(9)))
+    (tmp_path / name).write_bytes(raw)
+    found = Pack(tmp_path / name)
+    (tmp_path / name).write_bytes(raw[:40])
+    assert found.find(token_of(entry(1).key)) == []

@@ -109,10 +109,10 @@ def test_a_lookup_that_meets_damage_has_it_fetched_with_the_next_look(store, pla
     (held,) = mine.copy.packs()
     held.path.write_bytes(held.path.read_bytes().replace(b'"rows":1', b'"rows":7'))
     with pytest.warns(CacheWarning, match="digest does not match"):
-        assert mine.layer.find(entry(1).key) == []
-    assert mine.layer.find(entry(2).key) == [entry(2, 2)]
-    assert mine.layer.refresh() == 1
-    assert mine.layer.find(entry(1).key) == [entry(1, 1)]
+        assert mine.find(entry(1).key) == []
+    assert mine.find(entry(2).key) == [entry(2, 2)]
+    assert mine.refresh() == 1
+    assert mine.find(entry(1).key) == [entry(1, 1)]
 
 
 def test_undamaged_entries_stay_in_the_copy_if_the_store_is_damaged_too(store, place):

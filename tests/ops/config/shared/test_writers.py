@@ -105,7 +105,7 @@ def test_a_bucket_is_repaired_and_pruned_and_a_missing_bucket_is_detected(tmp_pa
     import fsspec
 
     place = SharedPlace(s3, tmp_path / "mine", may_be_new=True)
-    assert not place.layer.is_there
+    assert not place.is_there
     assert Store("s3://team").sizes() == {}
     assert not Store("s3://no-such-bucket").sizes()
     for number in range(3):
@@ -117,5 +117,5 @@ def test_a_bucket_is_repaired_and_pruned_and_a_missing_bucket_is_detected(tmp_pa
     assert upkeep.mend(place) == 2
     assert upkeep.prune(place, lambda stored: stored.provenance["jax"] == "0.0.1").entries == 3
     found = SharedPlace(s3, tmp_path / "theirs")
-    assert (found.layer.is_there, found.fetched) == (True, 1)
+    assert (found.is_there, found.fetched) == (True, 1)
     assert sorted(variants[0].config["rows"] for variants in found.variants()) == [0, 1, 2]

@@ -8,6 +8,7 @@ import datetime
 import hashlib
 import logging
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,6 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState
 from ejkernel.ops.config._files import (
     ENTRY,
-    Place,
     UnusableError,
     check_inside,
     listed,
@@ -216,9 +216,9 @@ class MeasurementStore(Shown):
         for place in self._places(key.op):
             if _is_of(key, place.name):
                 try:
-                    read_search(Path(place.where))
+                    read_search(Path(place.path))
                 except UnusableError as error:
-                    return f"the log {place.where} cannot be used: {error}"
+                    return f"the log {place.path} cannot be used: {error}"
         return ""
 
     def progress(self, key: ConfigKey) -> SearchProgress | None:
@@ -301,16 +301,16 @@ class MeasurementStore(Shown):
                 continue
             seen.add(place.name)
             try:
-                raw = read_file(place.where, _LARGEST)
-                log = None if raw is None else _log(place.name, raw, Path(place.where))
+                raw = read_file(place.path, _LARGEST)
+                log = None if raw is None else _log(place.name, raw, Path(place.path))
             except UnusableError as error:
-                warn_of(place.where, error)
+                warn_of(place.path, error)
             else:
                 # Two operations may share a folder, because folder names drop some characters.
                 if log is not None and op in (None, log.key.op):
                     yield log
 
-    def _places(self, op: str | None) -> Iterator[Place]:
+    def _places(self, op: str | None) -> Iterator[os.DirEntry[str]]:
         """Yield potential logs, limited to one operation if `op` is given."""
         wanted = None if op is None else slug(op)
         for folder in filter(None, (self.cache.kept_in, *self.cache.folders())):

@@ -15,7 +15,6 @@ part of the digest.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -32,7 +31,7 @@ from ejkernel.ops.core.kernel import check_config
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import AgreementError, AgreementWarning, ConfigError, SerializationError, UnstableKeyError
 from ejkernel.ops.utils.messages.warn import warn
-from ejkernel.ops.utils.storage.serialize import stable_json, to_data
+from ejkernel.ops.utils.storage.serialize import digest_of, stable_json, to_data
 from ejkernel.ops.utils.values.signature import describe
 
 _DIGITS: Final = 16
@@ -138,7 +137,7 @@ def _own_form(inv: Invocation[Cfg, Out]) -> str:
     """Return a suffix for a call that is not its bucket's representative: its heuristic may not suit the others."""
     if inv.representative is inv:
         return ""
-    return "." + _hashed(stable_json([describe(inv.abstract_args), describe(inv.abstract_kwargs)]))
+    return "." + digest_of(stable_json([describe(inv.abstract_args), describe(inv.abstract_kwargs)]), _DIGITS)
 
 
 def _of(processes: Sequence[int]) -> str:
@@ -147,14 +146,10 @@ def _of(processes: Sequence[int]) -> str:
     first, last = processes[0], processes[-1]
     if len(processes) == last - first + 1:
         return f" of processes {first}-{last}"
-    return f" of {len(processes)} processes ({_hashed(str(tuple(processes)))})"
+    return f" of {len(processes)} processes ({digest_of(str(tuple(processes)), _DIGITS)})"
 
 
 # --- encoding ---
-
-
-def _hashed(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
 def digest_of_config(config: object) -> str:
@@ -163,14 +158,14 @@ def digest_of_config(config: object) -> str:
     Raises:
         SerializationError: The configuration holds a value that is not data.
     """
-    return _hashed("\n".join(config_token(config)))
+    return digest_of("\n".join(config_token(config)), _DIGITS)
 
 
 def _digest_of_any(config: object) -> str:
     try:
         return digest_of_config(config)
     except SerializationError:  # cfg= may be any object; only the name of its type can be compared
-        return _hashed(type(config).__qualname__)
+        return digest_of(type(config).__qualname__, _DIGITS)
 
 
 def decision_of(process: int, inv: Invocation[Any, Any], own: Resolution[Any]) -> Decision:
@@ -203,8 +198,8 @@ def _overlay_digest(inv: Invocation[Any, Any]) -> str:
         for layer in reversed(current_scope().layers):
             # The innermost overlay with an answer, as in resolution. A forward call's entry also answers its backward.
             if layer.lookup(key) is not None:
-                return str(getattr(layer, "digest", None) or _hashed(repr(layer)))[:_DIGITS]
-    return _hashed("an overlay")
+                return str(getattr(layer, "digest", None) or digest_of(repr(layer)))[:_DIGITS]
+    return digest_of("an overlay", _DIGITS)
 
 
 def decoded(call: str, decision: Decision, inv: Invocation[Any, Any]) -> Any:

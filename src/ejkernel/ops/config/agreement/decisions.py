@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import jax
@@ -16,7 +15,7 @@ import jax
 from ejkernel import compat
 from ejkernel.ops.errors import AgreementError, SerializationError
 from ejkernel.ops.utils.messages.names import check_argument
-from ejkernel.ops.utils.storage.serialize import check_schema, from_plain, parse_json, stable_json
+from ejkernel.ops.utils.storage.serialize import check_schema, digest_of, from_plain, parse_json, stable_json
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +81,16 @@ class Book:
 
     def find(self, call: str, state: str = NO_OVERLAY) -> Decision | None:
         """Return the decision for a call in an overlay state, or `None`."""
-        return next((decision for decision in self._all(call) if decision.serves(state)), None)
+        with self._lock:
+            known = self._decisions.setdefault(call, [])
+            while (found := _serving(known, state)) is None:
+                # Decisions never change, so the store is only asked for later ones.
+                with _answering(call):
+                    text = self.store.get(f"{_DECIDED}/{call}/{len(known)}")
+                if text is None:
+                    return None
+                known.append(_read(call, text))
+            return found
 
     def take(self, call: str, decision: Decision) -> Decision:
         """Record in the store that this process runs the call with this decision."""
@@ -99,14 +107,12 @@ class Book:
         """
         with self._lock:
             known, taken = self._decisions.setdefault(call, []), self._taken.setdefault(call, set())
-            while True:
-                found = next((decision for decision in known if decision.serves(mine.state)), None)
-                if found is not None:
-                    return found
+            while (found := _serving(known, mine.state)) is None:
                 # Another process has entered an overlay that this process has not. Continuing would hang them all.
                 if known and len(known) - 1 not in taken:
                     raise _out_of_step(call, known[-1], mine)
                 self._add(call, known, mine)
+            return found
 
     def _add(self, call: str, known: list[Decision], mine: Decision) -> None:
         """Append a decision to the store, or read the decision that another process has put in its place."""
@@ -154,22 +160,9 @@ class Book:
             found = self.store.below(f"{_USED}/{process}")
         return {call: tuple(digests.split(",")) for call, digests in found.items()}
 
-    def _all(self, call: str) -> Iterator[Decision]:
-        """Yield the decisions for a call in order, reading from the store after the known ones."""
-        number = 0
-        while True:
-            with self._lock:
-                known = self._decisions.setdefault(call, [])
-                # Decisions never change, so the store is only asked for later ones.
-                if number == len(known):
-                    with _answering(call):
-                        text = self.store.get(f"{_DECIDED}/{call}/{number}")
-                    if text is None:
-                        return
-                    known.append(_read(call, text))
-                decision = known[number]
-            yield decision
-            number += 1
+
+def _serving(known: Iterable[Decision], state: str) -> Decision | None:
+    return next((decision for decision in known if decision.serves(state)), None)
 
 
 _books: list[Book] = []
@@ -227,9 +220,6 @@ def _answering(call: str) -> Iterator[None]:
         ) from error
 
 
-_DIGITS: Final = 16
-
-
 @dataclasses.dataclass(frozen=True)
 class ConfigurationDigest:
     """The configurations that a process has used in programs that several processes run; compared by content.
@@ -244,7 +234,7 @@ class ConfigurationDigest:
     keys: Mapping[str, tuple[str, ...]]
 
     def __str__(self) -> str:
-        return hashlib.sha256(stable_json(self.keys).encode()).hexdigest()[:_DIGITS]
+        return digest_of(stable_json(self.keys), 16)
 
     def __hash__(self) -> int:
         return hash(str(self))

@@ -94,11 +94,8 @@ class MissedNotes(CallFiles[Note]):
             warn(text, CacheWarning)
 
     def entries(self) -> Iterator[Note]:
-        """Yield every note that can be read, sorted by device, operation and call."""
-        for file in self.files():
-            note = self.usable(file)
-            if note is not None:
-                yield note
+        """Return every note that can be read, sorted by device, operation and call."""
+        return filter(None, map(self.usable, self.files()))
 
     def check(self, found: Note) -> None:
         """See `CallFiles`."""

@@ -8,7 +8,6 @@ replaces one of them, and they are compared by the mean over all calls of the se
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sys
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from ejkernel.ops.config.entries import StepNote, StoredEntry, differences, meas
 from ejkernel.ops.config.shared.packs import line_of
 from ejkernel.ops.utils.formatting import ratio
 from ejkernel.ops.utils.storage.encode import dumps
+from ejkernel.ops.utils.values.signature import digest_of
 
 _APART: Final = 1.02  # smaller differences between speed-ups are noise; a search's winner needs the same factor
 
@@ -76,7 +76,8 @@ def _number_in(data: Any, name: str) -> float | None:
 
 def search_of(entry: StoredEntry) -> str:
     """Return a digest shared by the entries of one search for several calls; empty if the entry was tuned alone."""
-    return _digest([entry.config_type, entry.config, (entry.measured or {})["cases"]]) if calls_of(entry) else ""
+    content = [entry.config_type, entry.config, (entry.measured or {}).get("cases")]
+    return digest_of(dumps(content)) if calls_of(entry) else ""
 
 
 def calls_of(entry: StoredEntry) -> frozenset[str]:
@@ -94,11 +95,8 @@ def together(entry: StoredEntry) -> str:
     """Return a digest of the calls tuned together with this entry and their weights; empty if it was tuned alone."""
     if not calls_of(entry):
         return ""
-    return _digest(sorted(dumps([case.get(name) for name in ("call", "draw", "weight")]) for case in _cases(entry)))
-
-
-def _digest(data: object) -> str:
-    return hashlib.sha256(dumps(data).encode()).hexdigest()
+    cases = (dumps([case.get(name) for name in ("call", "draw", "weight")]) for case in _cases(entry))
+    return digest_of(dumps(sorted(cases)))
 
 
 def provenance_class(entry: StoredEntry) -> tuple[str, ...]:

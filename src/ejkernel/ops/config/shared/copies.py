@@ -12,13 +12,12 @@ import itertools
 import json
 import logging
 import os
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from ejkernel.ops.config._files import UnusableError, check_inside, warn_of
-from ejkernel.ops.config._writing import write_chunks
+from ejkernel.ops.config._writing import write_chunks, write_file
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.shared import packs
 from ejkernel.ops.config.shared.choice import best_of_classes, by_preference
@@ -28,7 +27,6 @@ from ejkernel.ops.utils.error_text import printable
 
 logger = logging.getLogger(__name__)
 
-_TICK_NS: Final = 2_000_000_000  # resolution of the coarsest file system clock
 _ATTEMPTS: Final = 3  # attempts of a lookup, while other processes merge packs
 MOST_PACKS: Final = 4  # more packs are merged, because a lookup searches each pack
 
@@ -46,28 +44,21 @@ class LocalCopy:
     def __init__(self, folder: Path, root: Path | None = None) -> None:
         self.folder = folder
         self._root = root
-        self._name = str(folder)
         self._packs: dict[str, Pack] = {}
-        self._listed: int | None = None
         self._damaged: set[str] = set()  # names of files
 
     def packs(self) -> list[Pack]:
-        """Return the existing packs. The folder is listed again only after a change."""
+        """Return the existing packs."""
         for _ in range(_ATTEMPTS):
             try:
                 self._check_folder()
-                changed = os.stat(self._name).st_mtime_ns
-                if changed == self._listed:
-                    break
-                self._packs = self._opened_packs(os.listdir(self._name))
-                # A later change within the same clock tick would leave the time of modification as it is.
-                self._listed = changed if time.time_ns() - changed > _TICK_NS else None
+                self._packs = self._opened_packs(os.listdir(self.folder))
                 break
             except (FileNotFoundError, NotADirectoryError):  # no folder, or a pack was merged after the listing
-                self._packs, self._listed = {}, None
+                self._packs = {}
             except OSError as error:
-                warn_of(self._name, error)
-                self._packs, self._listed = {}, None
+                warn_of(str(self.folder), error)
+                self._packs = {}
                 break
         return list(self._packs.values())
 
@@ -106,18 +97,7 @@ class LocalCopy:
         opened = {pack.path.name: pack for pack in self.packs()}
         for name in sorted(self._damaged):
             if name not in opened or opened[name].names <= known:  # a pack that cannot be opened answers no lookup
-                if self._is_damaged(name):  # another process may have fetched it again
-                    self._check_folder()
-                    (self.folder / name).unlink(missing_ok=True)
-                self._damaged.discard(name)
-        self._listed = None
-
-    def _is_damaged(self, name: str) -> bool:
-        try:
-            packs.verify(self.folder / name)
-        except (OSError, UnusableError):
-            return True
-        return False
+                self._remove(name)
 
     def _check_folder(self) -> None:
         """Check that no link leads from the cache folder to another place.
@@ -170,10 +150,9 @@ class LocalCopy:
             OSError: The pack cannot be written.
         """
         self._check_folder()
-        write_chunks(self.folder / name, lambda: (raw,))
+        write_file(self.folder / name, raw)
         self._damaged.discard(name)
         self._packs.pop(name, None)
-        self._listed = None
 
     def remove(self, gone: Sequence[Pack]) -> None:
         """Remove packs.
@@ -182,10 +161,12 @@ class LocalCopy:
             OSError: A pack cannot be removed.
         """
         for pack in gone:
-            self._check_folder()
-            pack.path.unlink(missing_ok=True)
-            self._damaged.discard(pack.path.name)
-        self._listed = None
+            self._remove(pack.path.name)
+
+    def _remove(self, name: str) -> None:
+        self._check_folder()
+        (self.folder / name).unlink(missing_ok=True)
+        self._damaged.discard(name)
 
     def merge(self, most: int = MOST_PACKS) -> None:
         """Merge all packs into a single pack if there are more than `most`, keeping the best entry per key and class.
@@ -250,7 +231,7 @@ class LocalCopy:
                 try:
                     found |= dict.fromkeys(pack.find(token), pack)
                 except FileNotFoundError:  # another process has merged it
-                    is_whole, self._listed = False, None
+                    is_whole = False
                 except (OSError, UnusableError) as error:
                     self._mark_unusable(pack.path, error)
             if is_whole:
@@ -259,12 +240,5 @@ class LocalCopy:
 
 
 def _merged(walks: Sequence[Iterator[bytes]]) -> Iterator[bytes]:
-    """Yield the lines of several packs in sorted order, without duplicates."""
-    if len(walks) == 1:
-        yield from walks[0]
-        return
-    previous = b""
-    for line in heapq.merge(*walks):
-        if line != previous:
-            previous = line
-            yield line
+    """Return the lines of several packs in sorted order, without duplicates."""
+    return (line for line, _ in itertools.groupby(heapq.merge(*walks)))

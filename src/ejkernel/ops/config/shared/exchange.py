@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from ejkernel.ops.config.shared.choice import (
 from ejkernel.ops.config.shared.copies import LocalCopy
 from ejkernel.ops.config.shared.layer import SharedLayer
 from ejkernel.ops.config.shared.packs import line_of, packed
-from ejkernel.ops.config.shared.stores import Store, shown
+from ejkernel.ops.config.shared.stores import Store
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
 
@@ -107,8 +106,8 @@ class FolderPlace:
                 raise _ChangedError
 
 
-class SharedPlace:
-    """A shared cache, with one entry per key and provenance class.
+class SharedPlace(SharedLayer):
+    """A shared cache to read and write, with one entry per key and provenance class.
 
     The constructor refreshes the copy on this machine and fetches damaged packs again.
 
@@ -119,8 +118,7 @@ class SharedPlace:
         bounded: Reject a shared cache that is too large for ordinary programs to read.
 
     Attributes:
-        store: The remote objects.
-        layer: The copy on this machine.
+        copy: The copy on this machine.
         fetched: Number of packs that the constructor fetched.
 
     Raises:
@@ -129,34 +127,24 @@ class SharedPlace:
     """
 
     has_classes = True
+    copy: LocalCopy  # the constructor passes a folder
 
     def __init__(self, url: str, cache_dir: Path, *, may_be_new: bool = False, bounded: bool = True) -> None:
-        self.store = Store(url)
-        self.layer = SharedLayer(url, cache_dir, connect=lambda _: self.store, bounded=bounded)
+        super().__init__(url, cache_dir, connect=Store, bounded=bounded)
         self.copy.verify()
-        self.fetched = self.layer.refresh()
-        if not (self.layer.is_there or may_be_new or self.copy.packs()):
-            raise ConfigError(f"{shown(url)} cannot be read: {self.layer.problem}.")
-        if self.layer.is_there or not may_be_new:
-            self.layer.tell()
-        self._is_empty = self.layer.is_empty
-
-    def __str__(self) -> str:
-        return shown(self.store.url)
-
-    @property
-    def copy(self) -> LocalCopy:
-        """The copy on this machine."""
-        assert self.layer.copy is not None  # the constructor passed a folder
-        return self.layer.copy
+        self.fetched = self.refresh()
+        if not (self.is_there or may_be_new or self.copy.packs()):
+            raise ConfigError(f"{self} cannot be read: {self.problem}.")
+        if self.is_there or not may_be_new:
+            self.tell()
 
     def variants(self) -> Iterator[list[StoredEntry]]:
         """See `FolderPlace`."""
-        yield from () if self._is_empty else map(by_preference, self.copy.variants())
+        yield from () if self.is_empty else map(by_preference, self.copy.variants())
 
     def rival(self, entry: StoredEntry) -> StoredEntry | None:
         """See `FolderPlace`."""
-        mine, there = provenance_class(entry), [] if self._is_empty else self.copy.find(entry.key)
+        mine, there = provenance_class(entry), [] if self.is_empty else self.copy.find(entry.key)
         return next((other for other in there if provenance_class(other) == mine), None)
 
     def put(
@@ -167,7 +155,7 @@ class SharedPlace:
         for name, raw in packed(map(line_of, entries)):
             self.store.write(name, raw)
             self.copy.add(name, raw)
-            self._is_empty = False
+            self.is_empty = False
         return ()
 
 
@@ -197,69 +185,32 @@ class Step(NamedTuple):
         return "replaced" if self.verdict.takes else "kept"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
     """The decisions about copying entries from some places to a target.
-
-    Attributes:
-        steps: One decision per entry.
-        entries: The entries to write.
-        rivals: The target's existing entries for the calls in `entries`, by key.
-    """
-
-    steps: tuple[Step, ...]
-    entries: tuple[StoredEntry, ...]
-    rivals: Mapping[ConfigKey, StoredEntry | None] = dataclasses.field(default_factory=dict)
-
-    @property
-    def conflicts(self) -> list[Step]:
-        """The steps that cannot decide which of two configurations is better."""
-        return [step for step in self.steps if step.verdict.is_conflict]
-
-
-def plan(sources: Iterable[Place], target: Place) -> Plan:
-    """Decide which entries of some places to copy to a target, without changing anything.
-
-    Calls tuned together are copied together, or not at all if the target keeps its entry for one of them.
-    """
-    planner = _Planner(target)
-    for source in sources:
-        planner.take(source)
-    return Plan(tuple(planner.steps), tuple(planner.put.values()), planner.rivals)
-
-
-def bring(sources: Sequence[Place], target: Place) -> Plan:
-    """Copy the entries of some places to a target and return the decisions.
-
-    An entry of the target that another process changes during the copy stays, and so do those tuned together with it.
-
-    Raises:
-        OSError: The target cannot be written.
-    """
-    found = plan(sources, target)
-    late = {entry.key for entry in target.put(found.entries, found.rivals)}
-    verdict = Verdict(False, "another process is saving configurations of this call")
-    steps = [step._replace(verdict=verdict) if step.theirs.key in late else step for step in found.steps]
-    return dataclasses.replace(found, steps=tuple(steps))
-
-
-class _Planner:
-    """Makes the decisions for `plan`.
 
     Args:
         target: The place that entries are copied to.
 
     Attributes:
         steps: One decision per entry.
-        put: The entries to write, by slot (see `_slot`).
-        rivals: The target's existing entries, by key.
+        rivals: The target's existing entries for the calls in `entries`, by key.
     """
 
     def __init__(self, target: Place) -> None:
         self._target = target
+        self._put: dict[tuple[str, ...], StoredEntry] = {}  # by slot, see `_slot`
         self.steps: list[Step] = []
-        self.put: dict[tuple[str, ...], StoredEntry] = {}
         self.rivals: dict[ConfigKey, StoredEntry | None] = {}
+
+    @property
+    def entries(self) -> tuple[StoredEntry, ...]:
+        """The entries to write."""
+        return tuple(self._put.values())
+
+    @property
+    def conflicts(self) -> list[Step]:
+        """The steps that cannot decide which of two configurations is better."""
+        return [step for step in self.steps if step.verdict.is_conflict]
 
     def take(self, source: Place) -> None:
         """Decide about the entries of a place. A target with one entry per key gets the first entry of each key."""
@@ -320,10 +271,10 @@ class _Planner:
 
     def _note(self, steps: Sequence[Step]) -> None:
         self.steps += steps
-        self.put |= {self._slot(step.theirs): step.theirs for step in steps if step.action in ("added", "replaced")}
+        self._put |= {self._slot(step.theirs): step.theirs for step in steps if step.action in ("added", "replaced")}
 
     def _step(self, entry: StoredEntry) -> Step:
-        ours = self.put.get(self._slot(entry))
+        ours = self._put.get(self._slot(entry))
         if ours is None:
             ours = self.rivals[entry.key] = self._target.rival(entry)
         return Step(entry, ours, Verdict(True, "") if ours is None else judge(ours, entry))
@@ -331,6 +282,32 @@ class _Planner:
     def _slot(self, entry: StoredEntry) -> tuple[str, ...]:
         """Return the slot of an entry; the target keeps one entry per slot."""
         return (*entry.key, *(provenance_class(entry) if self._target.has_classes else ()))
+
+
+def plan(sources: Iterable[Place], target: Place) -> Plan:
+    """Decide which entries of some places to copy to a target, without changing anything.
+
+    Calls tuned together are copied together, or not at all if the target keeps its entry for one of them.
+    """
+    found = Plan(target)
+    for source in sources:
+        found.take(source)
+    return found
+
+
+def bring(sources: Sequence[Place], target: Place) -> Plan:
+    """Copy the entries of some places to a target and return the decisions.
+
+    An entry of the target that another process changes during the copy stays, and so do those tuned together with it.
+
+    Raises:
+        OSError: The target cannot be written.
+    """
+    found = plan(sources, target)
+    late = {entry.key for entry in target.put(found.entries, found.rivals)}
+    verdict = Verdict(False, "another process is saving configurations of this call")
+    found.steps = [step._replace(verdict=verdict) if step.theirs.key in late else step for step in found.steps]
+    return found
 
 
 def place_of(name: str, cache_dir: Path) -> FolderPlace | SharedPlace:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import os
@@ -23,6 +22,7 @@ from ejkernel.ops.errors import CacheWarning, EjkernelError
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import counted
 from ejkernel.ops.utils.messages.warn import warn
+from ejkernel.ops.utils.values.signature import digest_of
 
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class SharedLayer:
         url: See `Store`.
         cache_dir: The folder of the persistent cache that this layer belongs to; the copy is kept below it. `None`:
             no folder and no copy.
-        connect: Opens a store.
+        connect: Makes the store.
         clock: Monotonic clock in seconds.
         bounded: Whether to reject a shared cache that is too large for ordinary programs to read.
     """
@@ -59,7 +59,7 @@ class SharedLayer:
         self.url = url
         self._bounded = bounded
         self.copy = None if cache_dir is None else LocalCopy(copy_folder(url, cache_dir), cache_dir)
-        self._connect = connect
+        self.store = connect(url)
         self._clock = clock
         self._next = self._until = -float("inf")
         self._running: threading.Thread | None = None
@@ -114,10 +114,10 @@ class SharedLayer:
         """
         if self.copy is None:
             raise OSError("the cache has no folder for a copy; set EJKERNEL_CACHE_DIR")
-        store, fetched, most = self._connect(self.url), 0, MOST if self._bounded else math.inf
+        store, fetched, most = self.store, 0, MOST if self._bounded else math.inf
         listed = store.sizes(most)
         for _ in range(_LISTINGS):
-            fetched += self._fetch(store, listed)
+            fetched += self._fetch(self.copy, listed)
             gone = [pack for pack in self.copy.packs() if not pack.names <= listed.keys()]
             before, listed = listed, store.sizes(most) if gone else listed
             # After a concurrent merge, the entries of a removed pack may be in an unlisted pack.
@@ -129,13 +129,14 @@ class SharedLayer:
         self.is_empty, self.is_there = not listed, store.is_there
         if not self.is_there:
             self.problem = "it does not exist, or nothing was ever saved there; check the URL"
-        self._tidy()
+        try:
+            self.copy.merge()
+        except (OSError, UnusableError) as error:  # e.g. another process merges the same packs
+            logger.info("the packs of %s were not merged: %s", self, error_text(error))
         return fetched
 
-    def _fetch(self, store: Store, listed: Mapping[str, int]) -> int:
+    def _fetch(self, copy: LocalCopy, listed: Mapping[str, int]) -> int:
         """Add the missing packs to the copy, return their number, and describe unusable packs in `problem`."""
-        copy = self.copy
-        assert copy is not None
         stay = [pack for pack in copy.whole_packs() if pack.names <= listed.keys()]
         known = frozenset().union(*(pack.names for pack in stay))
         new = {name: size for name, size in sorted(listed.items()) if name not in known}
@@ -143,32 +144,25 @@ class SharedLayer:
         if self._bounded and sum(usable) > _MOST - sum(pack.size for pack in stay):
             raise OSError(f"its copy would be larger than {_MOST} bytes; {REMEDY}")
 
-        def fetch(name: str) -> str | None:
-            """Fetch one pack. Return `""`, the reason why it cannot be used, or `None` if it is gone."""
+        problems: list[str] = []
+
+        def fetch(name: str) -> bool:
+            """Fetch one pack; return `False` if it is gone or cannot be used."""
             try:
                 if new[name] > LARGEST:
                     raise UnusableError(f"it has {new[name]} bytes, more than the maximum of {LARGEST}")
-                raw = store.read(name)
+                raw = self.store.read(name)
             except UnusableError as error:
-                return f"{name}: {error}"
-            if raw is None:
-                return None
-            copy.add(name, raw)
-            return ""
+                problems.append(f"{name}: {error}")
+                return False
+            if raw is not None:
+                copy.add(name, raw)
+            return raw is not None
 
-        found = in_parallel(fetch, new)
-        problems = sorted(filter(None, found))
-        self.problem = (
-            f"{counted(len(problems), 'pack')} of entries cannot be used, e.g. {problems[0]}" if problems else ""
-        )
-        return found.count("")
-
-    def _tidy(self) -> None:
-        try:
-            if self.copy is not None:
-                self.copy.merge()
-        except (OSError, UnusableError) as error:  # e.g. another process merges the same packs
-            logger.info("the packs of %s were not merged: %s", self, error_text(error))
+        fetched = sum(in_parallel(fetch, new))
+        some = f"{counted(len(problems), 'pack')} of entries cannot be used"
+        self.problem = f"{some}, e.g. {min(problems)}" if problems else ""
+        return fetched
 
     def _refresh(self) -> None:
         try:
@@ -186,7 +180,7 @@ class SharedLayer:
 
 def copy_folder(url: str, cache_dir: Path) -> Path:
     """Return the folder for the copy of a shared cache."""
-    return cache_dir / FOLDER / f"{slug(shown(url))}-{hashlib.sha256(os.fsencode(url)).hexdigest()[:8]}"
+    return cache_dir / FOLDER / f"{slug(shown(url))}-{digest_of(os.fsencode(url), 8)}"
 
 
 def in_parallel(do: Callable[[str], _T], items: Iterable[str]) -> list[_T]:
@@ -194,22 +188,21 @@ def in_parallel(do: Callable[[str], _T], items: Iterable[str]) -> list[_T]:
 
     The threads are daemons: those of a pool would keep the process alive while a network does not answer.
     """
-    todo = list(items)
+    every = list(items)
+    todo = iter(every)  # the threads share it: a list's iterator yields each item once
     found: list[_T] = []
     raised: list[Exception] = []
 
     def work() -> None:
-        while not raised:
-            try:
-                item = todo.pop()
-            except IndexError:  # nothing is left
-                return
-            try:
+        try:
+            for item in todo:
                 found.append(do(item))
-            except Exception as error:  # noqa: BLE001 - the caller's thread raises it
-                raised.append(error)
+                if raised:
+                    return
+        except Exception as error:  # noqa: BLE001 - the caller's thread raises it
+            raised.append(error)
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(_AT_ONCE, len(todo)))]
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(_AT_ONCE, len(every)))]
     for thread in threads:
         thread.start()
     for thread in threads:

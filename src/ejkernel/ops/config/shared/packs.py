@@ -10,12 +10,13 @@ The first line names the packs that were merged into this pack; the last line ho
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import hashlib
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from ejkernel.ops.config import entries
 from ejkernel.ops.config._files import UnusableError, key_text, opened, or_unusable
@@ -30,7 +31,8 @@ LARGEST: Final = 64 << 20  # maximum bytes of a fetched pack
 _FULL: Final = 8 << 20  # bytes after which a new pack begins
 _LONGEST: Final = entries.LARGEST + (1 << 10)
 _DIGITS: Final = 32
-_WINDOW: Final = 4 << 10  # bytes per read
+_WINDOW: Final = 4 << 10  # bytes of one read, and between two places where a lookup looks
+_AFTER_ALL: Final = b"\xff"  # sorts after all lines
 _FIRST, _LAST = "", "~"  # used in place of a key's digest: they sort before and after all digests
 _NAME: Final = re.compile(rf"[0-9a-f]{{{_DIGITS}}}{re.escape(SUFFIX)}")
 
@@ -167,11 +169,11 @@ class Pack:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._name = str(path)  # converting the path takes longer than opening the file
-        with opened(self._name) as (descriptor, size):
-            first = next(_lines(descriptor, 0, 1 << 10), b"")
+        with _opened(path) as (stream, size):
+            first = next(_lines(stream), b"")
             sources = _sources(first)
-            tail = _read(descriptor, max(0, size - _WINDOW), _WINDOW)
+            stream.seek(max(0, size - _WINDOW))
+            tail = stream.read(_WINDOW)
         last = tail[tail.rfind(b"\n", 0, -1) + 1 :]
         if not last.startswith(f'["{_LAST}"'.encode()) or not last.endswith(b"\n"):
             raise DamagedError("it was cut off")
@@ -189,27 +191,29 @@ class Pack:
         """
         wanted = f'["{token}'.encode()
         found = []
-        with opened(self._name) as (descriptor, size):
-            for line in _lines(descriptor, self._before(descriptor, size, wanted), 4 * _WINDOW):
+        with _opened(self.path) as (stream, size):
+            self._seek(stream, size, wanted)
+            for line in _lines(stream):
                 if line.startswith(wanted):
                     found.append(line)
                 elif line > wanted:
                     break
         return found
 
-    def _before(self, descriptor: int, size: int, wanted: bytes) -> int:
-        """Return the offset of a line shortly before the first line that starts with `wanted`."""
-        # Invariant: no line before `low` starts with `wanted`, and the first one that does begins before `high` or
-        # is the first line after it.
-        low, high = self._begin, size
-        while high - low > _WINDOW:
-            middle = (low + high) // 2
-            start, head = _next_line(descriptor, middle, len(wanted))
-            if head and head < wanted:
-                low = start
-            else:
-                high = middle
-        return low
+    def _seek(self, stream: BinaryIO, size: int, wanted: bytes) -> None:
+        """Move to the begin of a line shortly before the first line that starts with `wanted`."""
+
+        def next_line(offset: int) -> bytes:
+            """Return the first bytes of the first line that begins after an offset."""
+            stream.seek(offset)
+            stream.readline(_LONGEST)
+            return stream.readline(len(wanted)) or _AFTER_ALL
+
+        offsets = range(self._begin, size, _WINDOW)
+        count = bisect.bisect_left(offsets, wanted, key=next_line)  # so many are followed by a line before `wanted`
+        stream.seek(self._begin + _WINDOW * max(0, count - 1))
+        if count:
+            stream.readline(_LONGEST)
 
     def walk(self) -> Iterator[bytes]:
         """Yield the lines of all entries.
@@ -219,8 +223,9 @@ class Pack:
             OSError: The file cannot be read.
         """
         last = f'["{_LAST}'.encode()
-        with opened(self._name) as (descriptor, _):
-            for line in _lines(descriptor, self._begin, 1 << 20):
+        with _opened(self.path) as (stream, _):
+            stream.seek(self._begin)
+            for line in _lines(stream):
                 if line.startswith(last):
                     return
                 yield line
@@ -230,16 +235,12 @@ class Pack:
 def salvaged(raw: bytes) -> list[bytes]:
     """Return the undamaged entry lines of a damaged pack."""
     lines = raw.splitlines(keepends=True)
-    # The first and last lines have no alphanumeric digest.
-    return [line for line in lines if token_in(line).isalnum() and _is_whole(line)]
-
-
-def _is_whole(line: bytes) -> bool:
-    try:
-        _text_of(line)
-    except DamagedError:
-        return False
-    return True
+    found = []
+    for line in lines:
+        if token_in(line).isalnum():  # unlike the first and last lines
+            with contextlib.suppress(DamagedError):
+                found.append(checked(line))
+    return found
 
 
 def verify(path: Path) -> None:
@@ -301,36 +302,20 @@ def _digest(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()[:_DIGITS]
 
 
-# --- reading in pieces ---
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a pack in a `with` block, and yield its stream and size."""
+    with opened(path) as (descriptor, size), open(descriptor, "rb", closefd=False) as stream:
+        yield stream, size
 
 
-def _read(descriptor: int, offset: int, count: int) -> bytes:
-    if hasattr(os, "pread"):
-        return os.pread(descriptor, count, offset)
-    os.lseek(descriptor, offset, os.SEEK_SET)  # safe: no other thread uses this descriptor
-    return os.read(descriptor, count)
-
-
-def _next_line(descriptor: int, offset: int, count: int) -> tuple[int, bytes]:
-    """Return the offset of the first line that begins after `offset`, and its first bytes (empty at the end)."""
-    while chunk := _read(descriptor, offset, _WINDOW + count):
-        end = chunk.find(b"\n", 0, _WINDOW) + 1
-        if end:
-            return offset + end, chunk[end : end + count]
-        offset += _WINDOW
-    return offset, b""
-
-
-def _lines(descriptor: int, offset: int, window: int = _WINDOW) -> Iterator[bytes]:
-    """Yield the complete lines from `offset` on.
+def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    """Yield the complete lines from the stream's position on.
 
     Raises:
         UnusableError: A line is longer than `_LONGEST` bytes.
     """
-    rest = b""
-    while chunk := _read(descriptor, offset, window):
-        offset += len(chunk)
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from (line + b"\n" for line in whole)
-        if len(rest) > _LONGEST:
-            raise DamagedError(f"a line has more than {_LONGEST} bytes")
+    while (line := stream.readline(_LONGEST + 1)).endswith(b"\n"):
+        yield line
+    if len(line) > _LONGEST:
+        raise DamagedError(f"a line has more than {_LONGEST} bytes")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ejkernel import settings
-from ejkernel.ops.config._writing import write_chunks
+from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.config.shared import packs
 from ejkernel.ops.errors import ConfigError, EjkernelError
 from ejkernel.ops.utils.error_text import error_text, printable
@@ -144,7 +144,7 @@ class Store:
             path = posixpath.join(root, name)
             names = system.protocol
             if "file" in ([names] if isinstance(names, str) else names):  # fsspec would write in place, not atomically
-                write_chunks(Path(path), lambda: (raw,))
+                write_file(Path(path), raw)
                 return
             system.pipe_file(path, raw)
             system.invalidate_cache()

@@ -87,7 +87,7 @@ def prune(
     """
     listed = place.store.sizes(math.inf)
     if not listed.keys() <= _names(place.copy.packs()):
-        place.layer.refresh()
+        place.refresh()
     sources = [pack for pack in place.copy.packs() if pack.names <= listed.keys()]
     known = _names(sources)
     damaged = _damaged(place, listed.keys() - known) if unreadable else set()
@@ -109,18 +109,19 @@ def _names(found: Iterable[Pack]) -> frozenset[str]:
 
 def _damaged(place: SharedPlace, names: Iterable[str]) -> set[str]:
     """Return the names of the damaged packs. A pack of a later schema is not damaged."""
+    found = set()
 
-    def name_if_damaged(name: str) -> str:
+    def check(name: str) -> None:
         try:
             place.store.read(name)
         except DamagedError as error:
             logger.info("%s of %s is damaged: %s", name, place, error)
-            return name
+            found.add(name)
         except UnusableError as error:
             logger.info("%s of %s cannot be used here: %s", name, place, error)
-        return ""
 
-    return set(in_parallel(name_if_damaged, names)) - {""}
+    in_parallel(check, names)
+    return found
 
 
 def _whole_lines(place: SharedPlace, name: str) -> list[bytes]:
@@ -148,5 +149,5 @@ def _replace_packs(place: SharedPlace, lines: Iterable[bytes], gone: Collection[
     removed = set(gone) - new.keys()
     for name in sorted(removed):
         place.store.remove(name)
-    place.layer.refresh()
+    place.refresh()
     return len(set(gone)) - len(new.keys() - (set(there) - set(gone)))

@@ -117,10 +117,6 @@ class Axis:
             levels: The positions of the values.
             aligned_from: The number of values from which an axis has the second column.
         """
-        distinct, inverse = np.unique(levels, return_inverse=True)
-        return self._features(distinct, aligned_from)[inverse.reshape(-1)]
-
-    def _features(self, levels: Levels, aligned_from: int) -> Floats:
         if len(self.values) == 1:
             return np.zeros((len(levels), 0))
         if not self.numeric:

@@ -52,12 +52,10 @@ class Constraint:
         """Return `holds` as a constraint; a `Constraint` is returned unchanged.
 
         Raises:
-            ConfigError: `holds` is not callable, or one of its parameters is not an axis.
+            ConfigError: One of its parameters is not an axis.
         """
         if isinstance(holds, Constraint):
             return holds
-        if not callable(holds):
-            raise ConfigError(f"constraints must be functions that return whether they hold, got {holds!r}.")
         try:
             parameters = inspect.signature(holds).parameters
         except (TypeError, ValueError):  # some built-in functions have no signature

@@ -216,7 +216,14 @@ class Part:
 
     @functools.cached_property
     def _order(self) -> list[int]:
-        return _order(self.axes, self.constraints)
+        """The order of axes in which constraints can be checked soonest."""
+        position = {name: i for i, name in enumerate(self.names)}
+        left = [[position[name] for name in constraint.reads or position] for constraint in self.constraints]
+        order: dict[int, None] = {}
+        while left:
+            costs = [math.prod(len(self.axes[i]) for i in reads if i not in order) for reads in left]
+            order.update(dict.fromkeys(left.pop(costs.index(min(costs)))))
+        return list(order)
 
     @functools.cached_property
     def _following(self) -> dict[Point, list[int]]:
@@ -257,21 +264,12 @@ class Part:
 def parts_of(axes: Sequence[Axis], constraints: Sequence[Constraint]) -> list[list[int]]:
     """Return the positions of the axes of each part: axes that constraints connect, directly or through others."""
     position = {axis.name: i for i, axis in enumerate(axes)}
-    leader = list(range(len(axes)))
-
-    def first(i: int) -> int:
-        while leader[i] != i:
-            leader[i] = i = leader[leader[i]]
-        return i
-
+    part_of = [{i} for i in range(len(axes))]
     for constraint in constraints:
-        reads = [first(position[name]) for name in constraint.reads or position]
-        for i in reads:
-            leader[first(i)] = first(reads[0])
-    tied: dict[int, list[int]] = {}
-    for i in range(len(axes)):
-        tied.setdefault(first(i), []).append(i)
-    return sorted(tied.values())
+        joined = set().union(*(part_of[position[name]] for name in constraint.reads or position))
+        for i in joined:
+            part_of[i] = joined
+    return sorted(sorted(part) for i, part in enumerate(part_of) if i == min(part))
 
 
 def _levels(axis: Axis, rng: random.Random | None) -> Iterator[int]:
@@ -282,14 +280,3 @@ def _levels(axis: Axis, rng: random.Random | None) -> Iterator[int]:
     if count <= _SHUFFLED:
         return iter(rng.sample(range(count), count))
     return iter([rng.randrange(count) for _ in range(_SHUFFLED)])
-
-
-def _order(axes: Sequence[Axis], constraints: Sequence[Constraint]) -> list[int]:
-    """Return the order of axes in which constraints can be checked soonest."""
-    position = {axis.name: i for i, axis in enumerate(axes)}
-    left = [[position[name] for name in constraint.reads or position] for constraint in constraints]
-    order: dict[int, None] = {}
-    while left:
-        costs = [math.prod(len(axes[i]) for i in reads if i not in order) for reads in left]
-        order.update(dict.fromkeys(left.pop(costs.index(min(costs)))))
-    return list(order)

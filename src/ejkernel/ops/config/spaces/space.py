@@ -21,7 +21,7 @@ from ejkernel.ops.config.spaces.parts import Point as Point
 from ejkernel.ops.errors import ConfigError, EjkernelError, KernelError
 from ejkernel.ops.utils.error_text import error_text, where
 from ejkernel.ops.utils.formatting import counted
-from ejkernel.ops.utils.messages.names import NamedArguments, check_argument
+from ejkernel.ops.utils.messages.names import NamedFields, check_argument
 
 Cfg = TypeVar("Cfg")
 
@@ -32,7 +32,7 @@ _ROUNDS = 8  # rounds of drawing in a space where draws often repeat
 _SHOWN = 16  # axes named in the text of a space
 
 
-class ConfigSpace(NamedArguments, Generic[Cfg]):
+class ConfigSpace(NamedFields, Generic[Cfg]):
     """A search space declared by axes and constraints instead of a list.
 
     A space is enumerated when needed, and sampled if it is too large. Random methods take a NumPy generator and depend
@@ -188,32 +188,30 @@ class ConfigSpace(NamedArguments, Generic[Cfg]):
             yield from self._listed
             return
         part_of = {position: (positions, part) for positions, part in self._known for position in positions}
-        chosen: list[int] = []
         effort = Effort(_WALKED)
 
-        def following() -> Iterator[int]:
-            positions, part = part_of[len(chosen)]
-            before = tuple(chosen[position] for position in positions if position < len(chosen))
-            return iter(range(len(part.axes[0]))) if part.free else part.children(before, effort)
+        def extended(point: Point) -> Iterator[Point]:
+            """Return the points of the leading axes with one axis more."""
+            positions, part = part_of[len(point)]
+            before = tuple(point[position] for position in positions if position < len(point))
+            levels = range(len(part.axes[0])) if part.free else part.children(before, effort)
+            return ((*point, level) for level in levels)
 
-        stack = [following()]
+        stack = [extended(())]
         while stack:
-            level = next(stack[-1], None)
+            point = next(stack[-1], None)
             if effort.left < 0:
                 raise ConfigError(
                     f"{_WALKED} consecutive assignments of {self!r} violate a constraint; use sample() instead, or "
                     "let constraints name the axes that they read."
                 )
-            del chosen[len(stack) - 1 :]
-            if level is None:
+            if point is None:
                 stack.pop()
-                continue
-            chosen.append(level)
-            if len(chosen) == len(self.axes):
+            elif len(point) == len(self.axes):
                 effort.left = _WALKED
-                yield tuple(chosen)
+                yield point
             else:
-                stack.append(following())
+                stack.append(extended(point))
 
     def has(self, point: Point) -> bool:
         """Return whether the point is valid."""
@@ -283,13 +281,10 @@ class ConfigSpace(NamedArguments, Generic[Cfg]):
 
     def narrowed(self, fixed: Mapping[str, object]) -> ConfigSpace[Cfg] | None:
         """Return the subspace with these axes fixed; `None` if a value is not on its axis. It may be `empty`."""
-        levels: dict[str, int] = {}
-        for axis in self.axes:
-            if axis.name in fixed:
-                level = axis.level(fixed[axis.name])
-                if level is None:
-                    return None
-                levels[axis.name] = level
+        found = {axis.name: axis.level(fixed[axis.name]) for axis in self.axes if axis.name in fixed}
+        levels = {name: level for name, level in found.items() if level is not None}
+        if len(levels) < len(found):
+            return None
         narrowed: ConfigSpace[Cfg] = ConfigSpace(
             {a.name: (a.values[levels[a.name]],) if a.name in levels else a.values for a in self.axes},
             constraints=self._constraints,
@@ -321,8 +316,9 @@ class ConfigSpace(NamedArguments, Generic[Cfg]):
         found: list[Point] = []
         for _, position, level in self._steps(point):
             positions, part = self._owners[position]
-            if part.has(tuple(level if i == position else point[i] for i in positions)):
-                found.append((*point[:position], level, *point[position + 1 :]))
+            near = (*point[:position], level, *point[position + 1 :])
+            if part.has(tuple(near[i] for i in positions)):
+                found.append(near)
             if len(found) == most:
                 break
         return found

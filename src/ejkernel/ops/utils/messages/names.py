@@ -176,32 +176,17 @@ def hide_frames(error: Exception) -> None:
 
 
 class NamedFields:
-    """Base of dataclasses that users create: an error about an unknown field suggests the nearest one."""
+    """Base of classes that users create, mostly dataclasses: an error about a wrong field suggests the right one."""
 
     __slots__ = ()
     _names_elsewhere: ClassVar[Mapping[str, str]] = {}  # aliases of fields; see `misfit`
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Create an instance after a check of the names of its fields."""
-        if args or not kwargs.keys() <= cls.__dataclass_fields__.keys():  # type: ignore[attr-defined]  # of subclasses
-            raise_if_misfit(cls.__name__, cls, args, kwargs, cls._names_elsewhere)
-        return super().__new__(cls)
-
-
-class NamedArguments:
-    """Base of other classes that users create: an error about wrong arguments names the right ones.
-
-    Not for classes with many instances: each creation by keywords compares them with the signature.
-    """
-
-    __slots__ = ()
     _example: ClassVar[str] = ""  # a call, shown if an argument is unknown
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Create an instance after a check of the arguments."""
-        if args or kwargs:  # `pickle` passes none
+        """Create an instance after a check of the names of its fields."""
+        if args or not kwargs.keys() <= getattr(cls, "__dataclass_fields__", {}).keys():
             try:
-                raise_if_misfit(cls.__name__, cls, args, kwargs)
+                raise_if_misfit(cls.__name__, cls, args, kwargs, cls._names_elsewhere)
             except CallError as error:
                 raise (CallError(f"{error} For example: {cls._example}") if cls._example else error) from None
         return super().__new__(cls)
@@ -298,7 +283,7 @@ def named(op_id: str) -> Iterator[None]:
     """Prefix errors in a `with` block with the operation's name, unless they already start with it."""
     try:
         yield
-    except (ArgumentError, ConfigError, KernelError, TuningError) as error:
+    except _PREFIXED as error:
         if type(error) not in _PREFIXED or str(error).startswith(op_id):
             raise
         raise type(error)(f"{op_id}: {error}") from error

@@ -79,10 +79,18 @@ def from_plain(data: object, cls: type[_T]) -> _T: ...
 @typing.overload
 def from_plain(data: object, cls: object) -> Any: ...
 def from_plain(data: object, cls: Any) -> Any:
-    """Return data from `parse_json`, or other plain JSON data, as a `cls`; see `serialize.from_data`.
+    """Return plain JSON data as a `cls`: a dataclass, a named tuple, or any annotation such as `dict[str, int]`.
+
+    Nothing is converted but an int to the float of the same value. Bare `dict`, `list` and `tuple`, `Any` and missing
+    annotations keep the data as it is.
+
+    Args:
+        data: Data from `parse_json` or `to_data`.
+        cls: The type.
 
     Raises:
-        SerializationError: The data does not fit. The message has up to eight reasons, each with its path.
+        SerializationError: A field is unknown or missing, a value has another type, or `cls` rejected the values. The
+            message has up to eight reasons, each with its path.
     """
     try:
         return _read(data, cls)
@@ -111,7 +119,7 @@ def _read(value: Any, cls: Any) -> Any:
             return _record(value, cls)
     if isinstance(cls, typing.TypeVar):
         raise _invalid(f"the generic argument {cls.__name__} is open; name it, as in Box[int]")
-    target = _alias_target(cls)
+    target = alias_target(cls)
     if target is not None:
         return _read(value, target)
     raise _invalid(
@@ -268,7 +276,7 @@ def _first_argument(value: object, cls: object) -> Any:
     return _read(value, typing.get_args(cls)[0])
 
 
-def _alias_target(cls: object) -> Any:
+def alias_target(cls: object) -> Any:
     """Return the type behind a `NewType` or a `type X = ...` statement."""
     if isinstance(cls, typing.NewType):
         return cls.__supertype__

@@ -43,11 +43,6 @@ def stable_json(obj: object) -> str:
     return dumps(to_data(obj), separators=(",", ":"), ensure_ascii=True)
 
 
-def plain(data: object) -> Any:
-    """Return a copy of `data`, which must be JSON data already (tuples count as lists); see `to_data` for errors."""
-    return _encode(data, "$", 0, objects=False)
-
-
 def child(path: str, key: str | int) -> str:
     """Return the path of an item below `path`: `$.name`, `$["odd name"]` or `$[0]`."""
     if isinstance(key, str):
@@ -78,7 +73,7 @@ def parse_dtype(name: str) -> np.dtype[Any] | None:
     return dtype if dtype.name == name else None
 
 
-def _encode(value: Any, path: str, depth: int, *, objects: bool = True) -> Any:
+def _encode(value: Any, path: str, depth: int) -> Any:
     kind = type(value)
     if value is None or kind is bool or kind is int:
         return value
@@ -89,11 +84,9 @@ def _encode(value: Any, path: str, depth: int, *, objects: bool = True) -> Any:
     if depth >= MAX_DEPTH:
         raise SerializationError(f"{path}: nested deeper than {MAX_DEPTH} levels, or a container that contains itself.")
     if kind is dict:
-        return _object(value, path, depth, objects)
+        return _object(value, path, depth)
     if kind is list or kind is tuple:
-        return _array(value, path, depth, objects)
-    if not objects:
-        raise SerializationError(f"{path}: {_type_name(value)} is not JSON data; encode it with to_data() first.")
+        return _array(value, path, depth)
     return _encode_object(value, path, depth)
 
 
@@ -107,12 +100,12 @@ def _encode_object(value: object, path: str, depth: int) -> Any:
         return _encode(_number(value, path), path, depth + 1)
     fields = _fields(value)
     if fields is not None:
-        return _object(fields, path, depth, True)
+        return _object(fields, path, depth)
     if isinstance(value, (set, frozenset)):
         # sort: the order of a set differs between processes
-        return sorted(_array(value, path, depth, True), key=lambda item: dumps(item, separators=(",", ":")))
+        return sorted(_array(value, path, depth), key=lambda item: dumps(item, separators=(",", ":")))
     if isinstance(value, (list, tuple)):
-        return _array(value, path, depth, True)
+        return _array(value, path, depth)
     for base in (str, int, float):  # subclasses other than enums
         if isinstance(value, base):
             return _encode(base(value), path, depth + 1)
@@ -132,18 +125,18 @@ def _fields(value: object) -> Mapping[object, object] | None:
     return value if isinstance(value, Mapping) else None
 
 
-def _object(value: Mapping[object, object], path: str, depth: int, objects: bool) -> dict[str, object]:
+def _object(value: Mapping[object, object], path: str, depth: int) -> dict[str, object]:
     out = {}
     for key, item in value.items():
         if not isinstance(key, str):
             raise SerializationError(f"{path}: keys must be str, got {describe(key)}.")
         text = _text(str.__str__(key), path)
-        out[text] = _encode(item, child(path, text), depth + 1, objects=objects)
+        out[text] = _encode(item, child(path, text), depth + 1)
     return out
 
 
-def _array(value: Iterable[object], path: str, depth: int, objects: bool) -> list[object]:
-    return [_encode(item, child(path, index), depth + 1, objects=objects) for index, item in enumerate(value)]
+def _array(value: Iterable[object], path: str, depth: int) -> list[object]:
+    return [_encode(item, child(path, index), depth + 1) for index, item in enumerate(value)]
 
 
 def _finite(value: float, path: str) -> float:

@@ -10,7 +10,6 @@ would also accept damaged files. A text of lines is written once, as a whole, so
 from __future__ import annotations
 
 import collections
-import hashlib
 import json
 import math
 from typing import Any, Final, TypeVar, overload
@@ -18,30 +17,14 @@ from typing import Any, Final, TypeVar, overload
 from ejkernel.ops.errors import SerializationError
 from ejkernel.ops.utils.error_text import printable_json
 from ejkernel.ops.utils.storage.decode import from_plain as from_plain
-from ejkernel.ops.utils.storage.encode import MAX_DEPTH, dumps, plain
+from ejkernel.ops.utils.storage.encode import MAX_DEPTH, dumps
 from ejkernel.ops.utils.storage.encode import describe as describe
 from ejkernel.ops.utils.storage.encode import parse_dtype as parse_dtype
 from ejkernel.ops.utils.storage.encode import stable_json as stable_json
 from ejkernel.ops.utils.storage.encode import to_data as to_data
+from ejkernel.ops.utils.values.signature import digest_of as digest_of
 
 _T = TypeVar("_T")
-
-
-@overload
-def from_data(data: object, cls: type[_T]) -> _T: ...
-@overload
-def from_data(data: object, cls: object) -> Any: ...
-def from_data(data: object, cls: object) -> Any:
-    """Return plain JSON data as a `cls`: a dataclass, a named tuple, or any annotation such as `dict[str, int]`.
-
-    Nothing is converted but an int to the float of the same value. Bare `dict`, `list` and `tuple`, `Any` and missing
-    annotations keep the data as it is.
-
-    Raises:
-        SerializationError: A field is unknown or missing, a value has another type, or `cls` rejected the values; the
-            message starts with the path.
-    """
-    return from_plain(plain(data), cls)
 
 
 def to_json(obj: object) -> str:
@@ -54,7 +37,7 @@ def from_json(text: str, cls: type[_T]) -> _T: ...
 @overload
 def from_json(text: str, cls: object) -> Any: ...
 def from_json(text: str, cls: object) -> Any:
-    """Decode JSON text as a `cls`, like `from_data`; also rejects repeated keys of an object."""
+    """Decode JSON text as a `cls`, like `from_plain`; also rejects repeated keys of an object."""
     return from_plain(parse_json(text), cls)
 
 
@@ -72,7 +55,7 @@ def parse_json(text: str) -> Any:
     except (ValueError, RecursionError):
         data = _lenient(text)
     # checking all values takes longer than parsing, so only suspicious texts are checked
-    return data if _HALF not in text and text.count("[") + text.count("{") <= MAX_DEPTH else plain(data)
+    return data if _HALF not in text and text.count("[") + text.count("{") <= MAX_DEPTH else to_data(data)
 
 
 def _lenient(text: str) -> Any:
@@ -81,7 +64,7 @@ def _lenient(text: str) -> Any:
         data = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise SerializationError(f"$: not valid JSON ({error}); text is {describe(text)}.") from error
-    return plain(data)
+    return to_data(data)
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -106,13 +89,8 @@ _HALF: Final = "\\u"  # the escape of surrogates and of some other characters
 _DIGEST: Final = "sha256"
 _OBJECT: Final = f',\n  "{_DIGEST}": "%s"\n}}\n'  # replaces the end of an object written by `to_json`
 _LINE: Final = f'{{"{_DIGEST}":"%s"}}\n'
-_DIGITS: Final = hashlib.sha256().digest_size * 2
+_DIGITS: Final = len(digest_of(""))
 _CHANGED: Final = "its content was edited or cut off: the digest does not match"
-
-
-def digest_of(raw: bytes) -> str:
-    """Return the digest of a file's content."""
-    return hashlib.sha256(raw).hexdigest()
 
 
 def sealed_json(obj: object) -> str:
@@ -127,12 +105,12 @@ def sealed_json(obj: object) -> str:
 def sealed_object(text: str) -> str:
     """Return an indented JSON object with its digest appended as the last member."""
     body = text.removesuffix("\n}")
-    return body + _OBJECT % digest_of(body.encode())
+    return body + _OBJECT % digest_of(body)
 
 
 def sealed_lines(text: str) -> str:
     """Return complete lines with a further line that holds their digest."""
-    return text + _LINE % digest_of(text.encode())
+    return text + _LINE % digest_of(text)
 
 
 def read_object(raw: bytes, schema: int, what: str) -> dict[str, Any]:

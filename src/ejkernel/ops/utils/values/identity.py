@@ -156,29 +156,22 @@ def token_of(value: object) -> Hashable:
     if known is not None:
         return known[1]
     found = identity(value)
-    if _may_change(found):
+    if _has(found, lambda part: part is _MAY_CHANGE):
         return found
     token = Token(found)
     tokens = _tokens  # at interpreter shutdown the global name is deleted before the callbacks run
     try:
         tokens[address] = weakref.ref(value, lambda _: tokens.pop(address, None)), token
     except TypeError:
-        if dataclasses.is_dataclass(value) and _is_plain(found):  # e.g. a configuration with slots
+        refers = _has(found, lambda part: isinstance(part, Weak | Strong))
+        if dataclasses.is_dataclass(value) and not refers:  # e.g. a configuration with slots
             _kept.replace(address, (value, token))  # holding the value keeps its address from being reused
     return token
 
 
-def _is_plain(parts: object) -> bool:
-    """Return whether an identity refers to no objects, only to numbers and strings."""
-    if isinstance(parts, tuple | frozenset):
-        return all(map(_is_plain, parts))
-    return not isinstance(parts, Weak | Strong)
-
-
-def _may_change(parts: object) -> bool:
-    if isinstance(parts, tuple | frozenset):
-        return any(part is _MAY_CHANGE or _may_change(part) for part in parts)
-    return False
+def _has(parts: object, test: Callable[[object], bool]) -> bool:
+    """Return whether a part of an identity passes a test."""
+    return any(_has(part, test) for part in parts) if isinstance(parts, tuple | frozenset) else test(parts)
 
 
 def _of_parts(value: Any, kind: Any, path: tuple[int, ...]) -> Hashable:

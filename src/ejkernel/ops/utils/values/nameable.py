@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
 from ejkernel.ops.errors import KernelError
+from ejkernel.ops.utils.storage.decode import alias_target
 from ejkernel.ops.utils.values.identity import by_is
 from ejkernel.ops.utils.values.scalars import resolved_annotations
 from ejkernel.ops.utils.values.signature import JAX_MODULES, importable
@@ -127,10 +128,8 @@ class Names:
         if isinstance(annotation, list):  # the arguments of Callable
             for inner in annotation:
                 self.add_annotation(inner)
-        elif isinstance(annotation, typing.NewType):
-            self.add_annotation(annotation.__supertype__)
-        elif type(annotation).__name__ == "TypeAliasType":
-            self.add_annotation(annotation.__value__)
+        elif (target := alias_target(annotation)) is not None:
+            self.add_annotation(target)
         elif typing.get_origin(annotation) is typing.Literal:
             self.add_value(typing.get_args(annotation))
         elif typing.get_args(annotation):

@@ -11,7 +11,7 @@ import dataclasses
 import re
 from typing import Any, Final
 
-from ejkernel.ops.utils.meta import LABEL_RE, label_positions
+from ejkernel.ops.utils.meta import label_positions
 from ejkernel.ops.utils.storage.serialize import STRICT
 from ejkernel.ops.utils.values.signature import key_of
 
@@ -21,7 +21,6 @@ _MAX_FAILURES: Final = 1_000  # reading a text stops after this many unreadable 
 _STABLEHLO = re.compile(rf'" = "([^"]{{0,{MAX_PAYLOAD}}})"')  # a quote inside is written \22
 _BYTECODE: Final = "ML\xefR"
 _DESCRIPTION: Final = '{"args":'  # the start of every description, since its keys are sorted
-_ESCAPES: Final = str.maketrans({"\\": "\\\\", '"': "\\22"})
 _ESCAPE = re.compile(rb"\\(\\|[0-9A-Fa-f]{2})")
 
 
@@ -51,10 +50,10 @@ def labels_with_payloads(text: str) -> list[Label]:
     """
     found: dict[str, Label] = {}
     failures = 0
-    for name, end in label_positions(text):
+    for name, match in label_positions(text):
         known = found.get(name)
         if known is None or (known.data is None and failures < _MAX_FAILURES):
-            label = _label(name, text, end if failures < _MAX_FAILURES else len(text))
+            label = _label(name, match, text if failures < _MAX_FAILURES else "")
             failures += bool(label.problem)
             if known is None or label.data is not None or (label.problem and not known.problem):
                 found[name] = label
@@ -62,7 +61,7 @@ def labels_with_payloads(text: str) -> list[Label]:
 
 
 def text_of_bytecode(data: bytes) -> str:
-    """Return a text with the labels and payloads of an exported program.
+    """Return a text with the labels and payloads of an exported program, in the form of HLO.
 
     The program is not parsed: MLIR's reader hangs on some broken programs, and `jax.export` passes parts of the data
     to the functions that users registered for their pytree types.
@@ -75,11 +74,10 @@ def text_of_bytecode(data: bytes) -> str:
         raise ValueError("it holds no MLIR bytecode")
     carried = _descriptions(strings)
     lines = {}
-    for name, end in label_positions(strings):
-        match = LABEL_RE.fullmatch(name)
-        if match is not None and strings.startswith("\0", end):
+    for name, match in label_positions(strings):
+        if strings.startswith("\0", match.end()):
             lines[name] = carried.get((match["op"], match["key"]), match["key"])
-    return "\n".join(f'"{name}" = "{payload.translate(_ESCAPES)}"' for name, payload in lines.items())
+    return "\n".join(f"{name}={payload}" for name, payload in lines.items())
 
 
 def _descriptions(strings: str) -> dict[tuple[str, str], str]:
@@ -98,12 +96,10 @@ def _descriptions(strings: str) -> dict[tuple[str, str], str]:
     return found
 
 
-def _label(name: str, text: str, end: int) -> Label:
-    match = LABEL_RE.fullmatch(name)
-    assert match is not None  # found by the same expression
+def _label(name: str, match: re.Match[str], text: str) -> Label:
     op, key = match["op"], match["key"]
     try:
-        data = _payload(text, end)
+        data = _payload(text, match.end())
     except (ValueError, RecursionError) as error:
         return Label(name, op, key, problem=f"its payload is not a description: {error}")
     return Label(name, op, key, data)

@@ -123,16 +123,7 @@ def describe(value: object) -> Any:
         aval = abstract(value)
         shape = [dim if isinstance(dim, int) else str(dim) for dim in aval.shape]  # a symbolic dimension has a name
         return {"array": [str(aval.dtype), shape]} | ({"weak": True} if aval.weak_type else {})
-    if value is None or type(value) is bool:
-        return value
-    if type(value) is str:
-        return _text(value)
-    items = _describe_container(value, describe)
-    if items is not None:
-        return items
-    if not isinstance(value, type) and not jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
-        return _describe_node(value)
-    return describe_static(value)
+    return _describe(value, describe)
 
 
 def key_of(description: dict[str, Any]) -> str:
@@ -146,7 +137,12 @@ def key_of(description: dict[str, Any]) -> str:
             content["args"] = args[: len(args) - count]
             content["kwargs"] = {name: value for name, value in kwargs.items() if name not in names}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
+    return digest_of(text, 16)
+
+
+def digest_of(content: str | bytes, digits: int | None = None) -> str:
+    """Return the SHA-256 of a content in hex digits, or only the first `digits` of them."""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:digits]
 
 
 def describe_static(value: Any) -> Any:
@@ -155,40 +151,42 @@ def describe_static(value: Any) -> Any:
     Raises:
         UnstableKeyError: See `describe`; also if the value contains an array.
     """
+    if is_array(value):
+        raise _array_inside(value)
+    return _describe(value, describe_static)
+
+
+def _describe(value: Any, inner: Callable[[Any], Any]) -> Any:
+    """Return the description of a value that is no array, with those of its items by `inner`."""
     if isinstance(value, enum.Enum):  # before the plain types: a member of a `StrEnum` is also a str
         is_member = value.name in type(value).__members__  # a union of flags, or none of them, has no name of its own
         return {"enum": _type_name(type(value))} | ({"name": value.name} if is_member else {"value": value.value})
     kind: Any = type(value)
     if kind in _EXACT:
         return _EXACT[kind](value)
-    if is_array(value) or wraps_array(value):
-        raise UnstableKeyError(
-            f"{value_text(value)} is an array inside a static argument, but keys do not contain array values; pass the "
-            "array as an argument."
-        )
-    items = _describe_container(value, describe_static)
-    return _describe_object(value) if items is None else items
+    items = _describe_container(value, inner)
+    return _describe_object(value, inner) if items is None else items
 
 
-def _describe_container(value: Any, describe: Callable[[Any], Any]) -> Any:
-    """Return a standard container with its items described by `describe`; `None` for anything else."""
+def _describe_container(value: Any, inner: Callable[[Any], Any]) -> Any:
+    """Return a standard container with its items described by `inner`; `None` for anything else."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {"namedtuple": _type_name(type(value)), "items": [describe(item) for item in value]}
+        return {"namedtuple": _type_name(type(value)), "items": [inner(item) for item in value]}
     if isinstance(value, jax.sharding.PartitionSpec):
-        return {"spec": [describe(item) for item in value]}
+        return {"spec": [inner(item) for item in value]}
     kind: Any = type(value)
     if kind is tuple:
-        return [describe(item) for item in value]
+        return [inner(item) for item in value]
     if kind is list:
-        return {"list": [describe(item) for item in value]}
+        return {"list": [inner(item) for item in value]}
     if kind is dict:
-        return {"map": _sorted([[describe_static(key), describe(item)] for key, item in value.items()])}
+        return {"map": _sorted([[describe_static(key), inner(item)] for key, item in value.items()])}
     if kind in {set, frozenset}:
         return {"set": _sorted([describe_static(item) for item in value])}
     return None
 
 
-def _describe_object(value: Any) -> Any:
+def _describe_object(value: Any, inner: Callable[[Any], Any]) -> Any:
     if _is_dtype(value):
         return {"dtype": str(np.dtype(value))}
     if type(value) is slice:
@@ -200,7 +198,9 @@ def _describe_object(value: Any) -> Any:
             "kwargs": describe_static(value.keywords),
         }
     if not isinstance(value, type) and not jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
-        return _describe_node(value, describe_static)
+        return _describe_node(value, inner)
+    if wraps_array(value):
+        raise _array_inside(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: describe_static(getattr(value, field.name)) for field in dataclasses.fields(value)}
         # An extra attribute may affect the result, but a key would not contain it.
@@ -214,13 +214,13 @@ def _describe_object(value: Any) -> Any:
     raise _unstable(value)
 
 
-def _describe_node(value: object, describe: Callable[[Any], Any] = describe) -> dict[str, Any]:
+def _describe_node(value: object, inner: Callable[[Any], Any]) -> dict[str, Any]:
     flat = jax.tree_util.default_registry.flatten_one_level(value)
     # A node serving as its own static data (`register_static`) would recurse forever.
     if flat is None or flat[1] is value:
         raise _unstable(value)
     children, aux = flat
-    described = [describe(child) for child in children]
+    described = [inner(child) for child in children]
     return {"node": _type_name(type(value)), "children": described, "aux": describe_static(aux)}
 
 
@@ -295,6 +295,13 @@ def _unstable(value: object) -> UnstableKeyError:
     return UnstableKeyError(
         f"{value_text(value)} has no name that is the same in every process; pass a number, a string, an enum, a "
         "dataclass, or a function defined at the top level of a module."
+    )
+
+
+def _array_inside(value: object) -> UnstableKeyError:
+    return UnstableKeyError(
+        f"{value_text(value)} is an array inside a static argument, but keys do not contain array values; pass the "
+        "array as an argument."
     )
 
 
