@@ -83,10 +83,18 @@ def pytest_configure(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Skip a file with only slow tests if these are deselected, because importing it takes time."""
-    if config.getoption("markexpr") == "not slow" and collection_path.suffix == ".py":
-        return True if _ALL_SLOW.search(collection_path.read_text(encoding="utf-8")) else None
-    return None
+    """Skip a file whose tests are all deselected, because importing it takes time."""
+    expression = config.getoption("markexpr")
+    if collection_path.suffix != ".py" or expression not in {"not slow", "jax or smoke"}:
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    if expression == "not slow":
+        return True if _ALL_SLOW.search(text) else None
+    return True if not _depends_on_jax(collection_path) and "mark.smoke" not in text else None
+
+
+def _depends_on_jax(path):
+    return not os.path.relpath(path, os.path.dirname(__file__)).startswith(WITHOUT_JAX)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -110,9 +118,8 @@ def pytest_make_collect_report(collector):
 def pytest_collection_modifyitems(items):
     """Restore the order of the files, and mark the tests that depend on JAX."""
     items.sort(key=lambda item: item.path)
-    here = os.path.dirname(__file__)
     for item in items:
-        if not os.path.relpath(item.path, here).startswith(WITHOUT_JAX):
+        if _depends_on_jax(item.path):
             item.add_marker("jax")
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
+from tests.arrays import ones, zeros
 from tests.kernels.meshes import mesh_of
 
 from ejkernel import compat
@@ -19,8 +20,8 @@ from ejkernel.modules import (
     quantized_grouped_dense,
 )
 
-SIZES = jnp.zeros(3, jnp.int32)
-CACHE = jnp.ones((4, 2, 1, 2, 8))
+SIZES = zeros(3, "int32")
+CACHE = ones((4, 2, 1, 2, 8))
 CALLS = {
     "rows": (lambda x: grouped_matmul(x, jnp.ones((3, 16, 8)), SIZES), (0, 16)),
     "activation": (lambda x: grouped_matmul(x, jnp.ones((3, 16, 8)), SIZES, activation="silu"), (0, 16)),

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.arrays import on_device
+from tests.arrays import on_device, ones, zeros
 
 from ejkernel import compat
 from ejkernel.kernels.flash_attention.common import Operands, Rules
@@ -230,19 +230,19 @@ QUERY, KEY, VALUE = make_qkv()
         ({"key": KEY[:1]}, "key must have query's batch and head_dim, 2 and 8"),
         ({"value": VALUE[:, :3]}, "value must have key's batch, length and heads"),
         ({"query": QUERY[:, :, :3]}, "query has 3 heads and key has 2: query's heads must be a multiple"),
-        ({"bias": jnp.ones((3, 24))}, r"bias must be broadcastable to .* = \(2, 4, 24, 24\), got shape \(3, 24\)"),
-        ({"bias": jnp.ones((24, 24), bool)}, "bias must be a floating-point array, got dtype bool"),
-        ({"attention_mask": jnp.ones((2, 24))}, "attention_mask must be a boolean array, got dtype float32"),
-        ({"attention_mask": jnp.ones((3, 5), bool)}, r"got shape \(3, 5\). Pass \[queries, keys\] as mask"),
+        ({"bias": ones((3, 24))}, r"bias must be broadcastable to .* = \(2, 4, 24, 24\), got shape \(3, 24\)"),
+        ({"bias": ones((24, 24), bool)}, "bias must be a floating-point array, got dtype bool"),
+        ({"attention_mask": ones((2, 24))}, "attention_mask must be a boolean array, got dtype float32"),
+        ({"attention_mask": ones((3, 5), bool)}, r"got shape \(3, 5\). Pass \[queries, keys\] as mask"),
         ({"attention_mask": jnp.ones((24, 24), bool)}, r"mask\[None, None\]"),
         ({"segment_ids": jnp.zeros((2, 24))}, r"segment_ids must be an integer array .* got float32\[2, 24\]"),
-        ({"segment_ids": jnp.zeros((2, 5), int)}, r"segment_ids must have shape \(2, 24\)"),
+        ({"segment_ids": zeros((2, 5), "int32")}, r"segment_ids must have shape \(2, 24\)"),
         ({"sliding_window": -1}, "sliding_window must be an int >= 0, .* got -1"),
         ({"sliding_window": (1, 2, 3)}, "sliding_window must be"),
         ({"softmax_scale": 0}, "softmax_scale must be a positive number or None, got 0"),
         ({"softmax_scale": 1e-40}, "softmax_scale must be between 1e-30 and 1e.30, .*; got 1e-40"),
         ({"logits_soft_cap": 1e39}, "logits_soft_cap must be between 1e-30 and 1e.30, .*; got 1e.39"),
-        ({"logits_soft_cap": jnp.ones(2)}, "logits_soft_cap must be a positive number or None"),
+        ({"logits_soft_cap": ones(2)}, "logits_soft_cap must be a positive number or None"),
         ({"causal": 1}, "causal must be True or False, got 1"),
         (
             {"implementation": "fastest"},

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.arrays import on_device
+from tests.arrays import on_device, ones
 
 from ejkernel.kernels.flash_attention._xla_blocks import default_blocks
 from ejkernel.kernels.flash_attention.common import Operands, Rules, describe, kept
@@ -24,7 +24,7 @@ KERNEL = FlashAttention()
 LENGTH, HEADS = 24, 4
 CFG = FlashAttentionConfig(fwd=FwdParams(q_blocksize=8, kv_blocksize=16), bwd=BwdParams(q_blocksize=16, kv_blocksize=8))
 KEY = jax.random.key(3)
-BIAS = jnp.linspace(-3, 3, LENGTH * LENGTH).reshape(LENGTH, LENGTH)
+BIAS = on_device(np.linspace(-3, 3, LENGTH * LENGTH), "float32").reshape(LENGTH, LENGTH)
 SINKS = jnp.linspace(-1, 2, HEADS)
 
 
@@ -64,7 +64,7 @@ def assert_same(expected, actual, tolerance=1e-4):
 
 
 ARGUMENTS = {
-    "lengths": ((), {"lengths": (jnp.array([20, 24]), jnp.array([0, 9]))}),
+    "lengths": ((), {"lengths": (on_device([20, 24], "int32"), on_device([0, 9], "int32"))}),
     "sinks": ((None, SINKS), {}),
     "a sink of minus infinity": (
         (None, SINKS.at[0].set(-jnp.inf)),
@@ -305,8 +305,8 @@ QUERY, KEYS, VALUE = make(2)
     ("changes", "words"),
     [
         ({"query_lengths": jnp.ones(2)}, r"query_lengths must be an integer array \[batch\] = \(2,\); got float32"),
-        ({"key_lengths": jnp.ones((2, 1), int)}, "key_lengths must be an integer array"),
-        ({"sinks": jnp.ones(3)}, r"sinks must be a floating-point array \[heads\] = \(4,\); got float32\[3\]"),
+        ({"key_lengths": ones((2, 1), "int32")}, "key_lengths must be an integer array"),
+        ({"sinks": ones(3)}, r"sinks must be a floating-point array \[heads\] = \(4,\); got float32\[3\]"),
         ({"dropout_rate": 1.0, "dropout_key": KEY}, "dropout_rate must be a number from 0 to 1, 1 excluded, got 1.0"),
         ({"dropout_rate": 0.5}, "dropout_key must be given with dropout_rate, got None"),
         ({"dropout_rate": 0.5, "dropout_key": 3}, "dropout_key must be a key of jax.random, got int"),
@@ -317,7 +317,7 @@ QUERY, KEYS, VALUE = make(2)
         ({"soft_cap_after_bias": "yes"}, "soft_cap_after_bias must be True or False"),
         ({"query": QUERY[None]}, r"key must have query's batch axes, \(1, 2\), and three more; got \(2, 24, 2, 8\)"),
         (
-            {"query": QUERY[0], "key": KEYS[0], "value": VALUE[0], "bias": jnp.ones((2, 4, 24, 24))},
+            {"query": QUERY[0], "key": KEYS[0], "value": VALUE[0], "bias": ones((2, 4, 24, 24))},
             "bias must be broadcastable to",
         ),
     ],

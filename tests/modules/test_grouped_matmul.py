@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from tests.arrays import on_device, ones
 from tests.kernels.grouped_matmul import by_numpy
 
 from ejkernel.kernels.grouped_matmul.operation import example_sizes
@@ -31,7 +32,7 @@ from ejkernel.ops import ArgumentError, ConfigError, Invocation, UnsupportedErro
 pytestmark = pytest.mark.slow
 
 ROWS, K, N = 20, 8, 6
-SIZES = jnp.array([3, 0, 9, 4])
+SIZES = on_device([3, 0, 9, 4], "int32")
 LHS, RHS, DOUT = (by_numpy.normal(*shape, dtype="float32") for shape in ((ROWS, K), (4, K, N), (ROWS, N)))
 KERNEL = GroupedMatmul()
 TILES = GroupedMatmulConfig(implementation="xla", fwd=XlaParams(block_rows=5))
@@ -68,11 +69,11 @@ def assert_equal(expected, actual):
             r"lhs must be .* of 16 bits or more, got int8\[.*; pass Quantized\(values, scale",
         ),
         ({"rhs": RHS.astype("float8_e5m2")}, r"rhs must be .* of 16 bits or more, got float8_e5m2\[.*; pass Quantized"),
-        ({"lhs": jnp.ones((2, 3, 4))}, r"lhs must be \[m, k\], got shape \(2, 3, 4\); reshape it"),
-        ({"rhs": jnp.ones((4, K, N), int)}, r"rhs must be a floating-point array \[groups, k, n\], got dtype int32"),
+        ({"lhs": ones((2, 3, 4))}, r"lhs must be \[m, k\], got shape \(2, 3, 4\); reshape it"),
+        ({"rhs": ones((4, K, N), "int32")}, r"rhs must be a floating-point array \[groups, k, n\], got dtype int32"),
         ({"rhs": RHS.astype("bfloat16")}, "one dtype, got float32 and bfloat16; cast"),
         (
-            {"rhs": jnp.ones((4, K + 1, N))},
+            {"rhs": ones((4, K + 1, N))},
             r"have one k where .* False; got shapes \(20, 8\) and \(4, 9, 6\): axes 1 and 1 differ",
         ),
         (
@@ -80,14 +81,14 @@ def assert_equal(expected, actual):
             r"have one k where .* True; got shapes \(20, 8\) and \(4, 8, 6\): axes 1 and 2 differ",
         ),
         ({"transpose_rhs": 1}, "transpose_rhs must be True or False, got 1"),
-        ({"group_sizes": jnp.ones(4)}, r"group_sizes must be an array of integers \[groups\], got dtype float32"),
+        ({"group_sizes": ones(4)}, r"group_sizes must be an array of integers \[groups\], got dtype float32"),
         ({"group_sizes": SIZES[None]}, r"group_sizes must be \[4\], one for each matrix of rhs; got shape \(1, 4\)"),
         (
             {"group_sizes": (5, 5, 5, 5)},
             "group_sizes must be an array of integers .*, got tuple; pass a JAX or NumPy array",
         ),
         (
-            {"group_sizes": jnp.ones(6, int)},
+            {"group_sizes": ones(6, "int32")},
             r"got shape \(6,\); if rhs has only some of the groups, pass first_group",
         ),
         ({"group_sizes": jnp.ones(3, int)}, r"group_sizes must be \[4\], one for each matrix of rhs; got shape \(3,\)"),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from tests.arrays import ones
 from tests.kernels.grouped_matmul import by_numpy
 
 from ejkernel.kernels.grouped_matmul.xla import XlaParams
@@ -80,7 +81,7 @@ def assert_equal(expected, actual):
         ({"gate": GIVEN["gate"].astype("bfloat16")}, "and float32; got .* and bfloat16"),
         ({"gate": [1.0]}, "gate must be a floating-point array .*, got list"),
         ({"row_scale": GIVEN["row_scale"][1:]}, r"a number for each row of lhs; got shapes \(19,\) and \(20, 8\)"),
-        ({"row_scale": jnp.ones(ROWS, int)}, r"row_scale must be a floating-point array \[m\], got dtype int32"),
+        ({"row_scale": ones(ROWS, "int32")}, r"row_scale must be a floating-point array \[m\], got dtype int32"),
         ({"gate": GIVEN["gate"], "implementation": "jax_mgpu"}, "must be one of mosaic_gpu, xla, megablox"),
     ],
 )
@@ -176,6 +177,7 @@ def test_strict_promotion_of_types_is_kept():
 # Derivatives.
 
 
+@pytest.mark.whole  # the conformance suite checks the types, without a gate and factors in one call
 def test_gradients_have_the_types_of_their_arguments():
     operation = GroupedMatmulActivation()
     cfg = operation.config_type(fwd=XlaParams(block_rows=8))

@@ -6,11 +6,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.arrays import ones
 
 from ejkernel.modules import LayerNorm, layer_norm
 from ejkernel.ops import ArgumentError, Invocation, UnsupportedError
 
-X, VECTOR = jnp.ones((4, 16)), jnp.ones(16)
+X, VECTOR = ones((4, 16)), ones(16)
 KERNEL = LayerNorm()
 
 
@@ -23,7 +24,7 @@ KERNEL = LayerNorm()
             {"bias": jnp.ones(3)},
             r"bias must be a vector of the length of x's last axis; got shapes \(3,\)",
         ),
-        ({"weight": jnp.ones(16, int)}, "weight must be a floating-point array .* got dtype int32"),
+        ({"weight": ones(16, "int32")}, "weight must be a floating-point array .* got dtype int32"),
         ({"weight": None}, "weight must be a floating-point array .* got NoneType"),
         ({"eps": -1.0}, "eps must be a number >= 0, got -1.0"),
         ({"eps": 10**400}, "eps must be a number >= 0, got 1000"),

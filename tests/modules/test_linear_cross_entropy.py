@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.arrays import on_device
+from tests.arrays import on_device, ones
 
 from ejkernel.kernels.linear_cross_entropy.xla import XlaParams
 from ejkernel.modules import (
@@ -437,20 +437,20 @@ class Parameter:
     [
         ({"x": [1.0]}, r"x must be a floating-point array \[\*batch, d\], got list"),
         (
-            {"weight": jnp.ones((2, 5), int), "labels": jnp.ones((8, 7))},
+            {"weight": ones((2, 5), "int32"), "labels": ones((8, 7))},
             r"weight and labels are in each other's place; the order is \(x, weight, labels\)",
         ),
         ({"weight": Parameter()}, r"weight must be .*, got Parameter; pass its array, e.g. head.kernel\[...\]"),
-        ({"x": jnp.ones((2, 5, 8), int)}, "x must be a floating-point array .* got dtype int32; cast it"),
-        ({"weight": jnp.ones((8, 37), "bfloat16")}, "x and weight must have one dtype, got float32 and bfloat16"),
-        ({"weight": jnp.ones((37, 8))}, r"d = 8, .* got shape \(37, 8\); pass transpose_weight=True"),
-        ({"weight": jnp.ones(8)}, r"weight must be \[d, V\], got shape \(8,\); reshape it"),
-        ({"weight": jnp.ones((8, 0))}, "weight must have a column of logits at least"),
-        ({"labels": jnp.ones((2, 5))}, "labels must be an array of integers .* got dtype float32; cast them"),
-        ({"labels": jnp.ones((2, 5, 37))}, "got dtype float32; pass labels.argmax"),
-        ({"labels": jnp.ones((2, 4), int)}, r"labels must have the shape of x .* \(2, 5\), got \(2, 4\)"),
-        ({"bias": jnp.ones(36)}, r"bias must be \[V\] = \(37,\), got shape \(36,\)"),
-        ({"token_weights": jnp.ones(5)}, r"token_weights must have the shape .* got \(5,\); broadcast them"),
+        ({"x": ones((2, 5, 8), "int32")}, "x must be a floating-point array .* got dtype int32; cast it"),
+        ({"weight": ones((8, 37), "bfloat16")}, "x and weight must have one dtype, got float32 and bfloat16"),
+        ({"weight": ones((37, 8))}, r"d = 8, .* got shape \(37, 8\); pass transpose_weight=True"),
+        ({"weight": ones(8)}, r"weight must be \[d, V\], got shape \(8,\); reshape it"),
+        ({"weight": ones((8, 0))}, "weight must have a column of logits at least"),
+        ({"labels": ones((2, 5))}, "labels must be an array of integers .* got dtype float32; cast them"),
+        ({"labels": ones((2, 5, 37))}, "got dtype float32; pass labels.argmax"),
+        ({"labels": ones((2, 4), "int32")}, r"labels must have the shape of x .* \(2, 5\), got \(2, 4\)"),
+        ({"bias": ones(36)}, r"bias must be \[V\] = \(37,\), got shape \(36,\)"),
+        ({"token_weights": ones(5)}, r"token_weights must have the shape .* got \(5,\); broadcast them"),
         ({"token_weights": "all"}, "token_weights must be an array of numbers or booleans .* got str"),
         ({"reduction": "average"}, "reduction must be one of mean, sum, none; got 'average'"),
         ({"reduction": "means"}, "got 'means'; did you mean 'mean'"),

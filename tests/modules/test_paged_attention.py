@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tests.arrays import on_device
+from tests.arrays import on_device, ones
 from tests.kernels.meshes import bytes_in_collectives, compiled, mesh_of
 from tests.kernels.paged_attention_cases import DECODE, MIXED, PAGE, batch_of, plan_of
 
@@ -288,21 +288,21 @@ def test_the_call_of_other_libraries_takes_numpy_arrays_inside_jit():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"q": jnp.ones((2, 4, 8, 8))}, r"q must be an array \[tokens, heads, head_dim\] .* got float32\[2, 4, 8, 8\]"),
-        ({"q": jnp.ones((4, 3, 8))}, "q must have a multiple of the cache's heads, got 3 and 2"),
-        ({"q": jnp.ones((4, 4, 16))}, "kv_pages must have q's head_dim, 16"),
-        ({"kv_pages": jnp.ones((9, 4, 2, 8))}, r"kv_pages must be an array .* jnp.stack\(\[keys, values\], axis=-2\)"),
+        ({"q": ones((2, 4, 8, 8))}, r"q must be an array \[tokens, heads, head_dim\] .* got float32\[2, 4, 8, 8\]"),
+        ({"q": ones((4, 3, 8))}, "q must have a multiple of the cache's heads, got 3 and 2"),
+        ({"q": ones((4, 4, 16))}, "kv_pages must have q's head_dim, 16"),
+        ({"kv_pages": ones((9, 4, 2, 8))}, r"kv_pages must be an array .* jnp.stack\(\[keys, values\], axis=-2\)"),
         (
-            {"kv_pages": jnp.ones((9, 0, 2, 2, 8))},
+            {"kv_pages": ones((9, 0, 2, 2, 8))},
             r"kv_pages must have a page_size .* of at least 1; got float32\[9, 0",
         ),
-        ({"q": jnp.ones((4, 4, 0)), "kv_pages": jnp.ones((9, 4, 2, 2, 0))}, "and a head_dim of at least 1"),
-        ({"kv_pages": jnp.ones((9, 4, 2, 2, 8), "bfloat16")}, "kv_pages must have q's dtype, float32, or be int8"),
-        ({"kv_lengths": jnp.ones(6)}, r"kv_lengths must be an integer array \[sequences\]; got float32\[6\]"),
+        ({"q": ones((4, 4, 0)), "kv_pages": ones((9, 4, 2, 2, 0))}, "and a head_dim of at least 1"),
+        ({"kv_pages": ones((9, 4, 2, 2, 8), "bfloat16")}, "kv_pages must have q's dtype, float32, or be int8"),
+        ({"kv_lengths": ones(6)}, r"kv_lengths must be an integer array \[sequences\]; got float32\[6\]"),
         ({"query_offsets": jnp.arange(6)}, r"query_offsets must be \[sequences \+ 1\] = \(7,\)"),
         ({"sliding_window": (3, 3)}, r"sliding_window must be an int >= 0, or a pair \(left, 0\).* got \(3, 3\)"),
         ({"value_dim": 4}, r"value_dim must be an integer up to head_dim, and needs a cache of keys alone"),
-        ({"kv_pages": jnp.ones((9, 4, 2, 1, 8))}, "value_dim must be given for a cache without values"),
+        ({"kv_pages": ones((9, 4, 2, 1, 8))}, "value_dim must be given for a cache without values"),
         ({"k_scale": jnp.ones(3)}, r"k_scale must be a positive number, or .* \[kv_heads\] = \(2,\); got float32\[3\]"),
         ({"k_scale": -1.0}, "k_scale must be a positive number or None, got -1.0"),
         ({"sinks": jnp.ones(2)}, r"sinks must be a floating-point array \[heads\] = \(4,\)"),

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.arrays import on_device
+from tests.arrays import on_device, ones
 
 from ejkernel.modules import QuantizedGroupedMatmul, grouped_matmul, quantize
 from ejkernel.ops import ArgumentError, Invocation, UnsupportedError
 
 SIZES = jnp.array([3, 0, 6, 5])
-WIDE = jnp.ones((16, 256)), jnp.ones((4, 128, 256))
+WIDE = ones((16, 256)), ones((4, 128, 256))
 
 
 def normal(*shape, seed=0):

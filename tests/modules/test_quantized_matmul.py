@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.arrays import on_device
+from tests.arrays import on_device, ones
 
 from ejkernel.modules import Quantized, QuantizedMatmul, quantize, quantized_matmul
 from ejkernel.ops import ArgumentError, CallError, UnsupportedError
@@ -478,7 +478,7 @@ def test_rejected_arguments_are_named(change, message):
         ({"stochastic": True}, "stochastic must be one PRNG key"),
         ({"stochastic": 0}, "stochastic must be one PRNG key or False, got 0"),
         ({"stochastic": jax.random.split(jax.random.key(0))}, "stochastic must be one PRNG key or False, got"),
-        ({"x": jnp.ones((2, 2), "int32")}, "x must be a floating-point array"),
+        ({"x": ones((2, 2), "int32")}, "x must be a floating-point array"),
     ],
 )
 def test_rejected_arguments_of_quantize_are_named(change, message):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
-from tests.arrays import on_device
+from tests.arrays import on_device, ones
 
 from ejkernel.kernels.rms_norm import xla
 from ejkernel.kernels.rms_norm.operation import normalize
@@ -115,9 +115,9 @@ def test_a_replicated_weights_gradient_is_summed_under_shard_map(cfg):
     ("changes", "words"),
     [
         ({"x": [1.0]}, "x must be a floating-point array .* got list"),
-        ({"x": jnp.ones((2, 16), int)}, "x must be a floating-point array .* got dtype int32"),
+        ({"x": ones((2, 16), "int32")}, "x must be a floating-point array .* got dtype int32"),
         ({"weight": jnp.ones(3)}, r"weight must be a vector of the length of x's last axis; got shapes \(3,\) and"),
-        ({"residual": jnp.ones((2, 8))}, r"residual must have x's shape and dtype, \(3, 6, 16\), .*; got \(2, 8\)"),
+        ({"residual": ones((2, 8))}, r"residual must have x's shape and dtype, \(3, 6, 16\), .*; got \(2, 8\)"),
         ({"residual": 1.0}, "residual must have x's shape and dtype, .*; got float"),
         ({"eps": -1.0}, "eps must be a number >= 0, got -1.0"),
         ({"weight_offset": 10**400}, "weight_offset must be a number, and 0 if weight is None, got 1000"),

@@ -9,28 +9,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.arrays import on_device, ones
 
 from ejkernel import modules
 from ejkernel.ops.errors import EjkernelError
 
-
-def ones(*shape, dtype="float32"):
-    """Return an array without compiling a program for it, since every worker imports this file."""
-    return jnp.asarray(np.ones(shape, dtype))
-
-
-X, W, SCALE = ones(16, 128), ones(128, 256), ones(128)
-X8 = modules.Quantized(ones(16, 128, dtype=jnp.float8_e4m3fn), ones(16, 1), (1, None))
-W8 = modules.Quantized(ones(128, 256, dtype=jnp.float8_e4m3fn), ones(1, 256), (None, 1))
-QUERY, MATRICES, SIZES = ones(2, 8, 4, 32), ones(2, 128, 64), jnp.array([8, 8])
-QUERIES, TOKENS, TABLE = ones(4, 4, 8), ones(4, 2, 8), jnp.array([[0, 1], [2, 3]])
-OFFSETS, LENGTHS, PAGE = jnp.array([0, 2, 4]), jnp.array([5, 2]), jnp.array([1])
+X, W, SCALE = ones((16, 128)), ones((128, 256)), ones(128)
+X8 = modules.Quantized(ones((16, 128), jnp.float8_e4m3fn), ones((16, 1)), (1, None))
+W8 = modules.Quantized(ones((128, 256), jnp.float8_e4m3fn), ones((1, 256)), (None, 1))
+QUERY, MATRICES, SIZES = ones((2, 8, 4, 32)), ones((2, 128, 64)), on_device([8, 8], "int32")
+QUERIES, TOKENS, TABLE = ones((4, 4, 8)), ones((4, 2, 8)), on_device([[0, 1], [2, 3]], "int32")
+OFFSETS, LENGTHS, PAGE = on_device([0, 2, 4], "int32"), on_device([5, 2], "int32"), on_device([1], "int32")
 PAGES = np.ones((8, 4, 2, 2, 8), np.float32)  # of NumPy: writing donates an array of JAX
 CALLS = {
     "flash_attention": (QUERY, QUERY, QUERY),
     "rms_norm": (X, SCALE),
     "layer_norm": (X, SCALE, SCALE),
-    "linear_cross_entropy": (X, W, jnp.array([0] * 16)),
+    "linear_cross_entropy": (X, W, on_device([0] * 16, "int32")),
     "token_log_probs": (X, W, jnp.array([0] * 16)),
     "grouped_matmul": (X, MATRICES, SIZES),
     "quantize": (X,),
@@ -48,7 +43,7 @@ CALLS = {
 }
 OTHERS = [
     np.ones(3),
-    ones(3, 5),
+    ones((3, 5)),
     ones(0),
     jax.random.key(0),
     object(),

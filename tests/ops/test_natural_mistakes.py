@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import pytest
+from tests.arrays import ones
 
 import ejkernel.ops as ops
 from ejkernel.modules import rms_norm
@@ -39,7 +39,7 @@ class Product(Kernel[Rows, jax.Array]):
         return Rows()
 
 
-X = jnp.ones((8, 8))
+X = ones((8, 8))
 
 
 def test_a_list_in_place_of_an_array_is_named():

@@ -108,7 +108,7 @@ def test_heads_are_right(interpret, name):
     "more",
     [
         {"key_lengths": jnp.asarray([13, -(2**31), 99])},
-        {"sinks": jnp.asarray([0.5, -jnp.inf])},
+        {"sinks": on_device([0.5, -np.inf], "float32")},
         {"sinks": jnp.asarray([4.0, -1.0]), "key_lengths": jnp.asarray([0, 24, 1])},
         {"attention_mask": jnp.asarray(np.random.default_rng(0).random((3, 2, 1, 24)) < 0.5).at[1].set(False)},
         {"attention_mask": (jnp.arange(24) % 3 > 0)[None, None, None]},

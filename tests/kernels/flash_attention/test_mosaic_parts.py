@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from benchmarks.attention_cases import case_named
+from tests.arrays import on_device
 from tests.kernels.attention_cases import Case, by_reference, call_of, reference_with_gradients
 
 from ejkernel.kernels.flash_attention.common import Rules, describe
@@ -109,7 +110,7 @@ def test_parts_of_keys_give_the_gradients_of_all():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sinks", [None, jnp.asarray([0.3, -1.0, 2.0, 0.1])])
+@pytest.mark.parametrize("sinks", [None, on_device([0.3, -1.0, 2.0, 0.1], "float32")])
 @pytest.mark.parametrize(("queries", "rules"), [(3, RULES), (1, Rules(scale=0.3, right=0))], ids=["three", "causal"])
 def test_heads_as_queries_give_the_results_of_all_heads(queries, rules, sinks, monkeypatch):
     case = dataclasses.replace(CROSS, queries=queries, keys=1024, rules=rules)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from tests.arrays import on_device
 from tests.kernels.grouped_matmul import by_numpy
 from tests.kernels.meshes import MODES, bytes_in_collectives, close, compiled, loss, mesh_of, placed, scanned
 
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 ROWS, K, GROUPS = 64, 16, 8
 LHS, RHS = (by_numpy.normal(*shape, dtype="float32") for shape in ((ROWS, K), (GROUPS, K, K)))
-SIZES = jnp.asarray([3, 0, 17, 9, 1, 20, 0, 14], jnp.int32)
+SIZES = on_device([3, 0, 17, 9, 1, 20, 0, 14], "int32")
 ARRAYS = (LHS, RHS, SIZES)
 SPLITS = {
     "experts": [P(), P("model"), P()],

@@ -184,17 +184,18 @@ def test_columns_beyond_a_vocabulary_of_whole_pieces_count_for_nothing(pieces, o
 # With a share of 0.1, gradients without its term would be within the tolerance.
 EVERY = {"gradients": ("x", "weight", "bias"), "statistics": ("max",), "z_loss": 0.01, "logits_scale": 0.7}
 CAPPED = {"gradients": ("x", "weight"), "logits_soft_cap": 3.0}
+REPEATED = pytest.mark.whole  # each parameter and option is also part of another case
 ANY_SIZE = [
     (True, 331, {}, EVERY | {"label_smoothing": 0.5}),
-    (True, 331, {"chunk": 128}, CAPPED),
+    pytest.param(True, 331, {"chunk": 128}, CAPPED, marks=REPEATED),
     (True, 331, {"form": "vocabulary", "chunk": 256}, CAPPED | {"statistics": ("sum",), "label_smoothing": 0.5}),
-    (True, 331, {"form": "vocabulary", "chunk": 256, "block_n": 128}, EVERY),
+    pytest.param(True, 331, {"form": "vocabulary", "chunk": 256, "block_n": 128}, EVERY, marks=REPEATED),
     (True, 72, {"block_n": 128, "cluster": 2, "lag": 1}, CAPPED),
     (True, 13, {}, EVERY),
     (False, 328, {"form": "vocabulary", "chunk": 256}, EVERY | {"label_smoothing": 0.5}),
     (False, 328, {"chunk": 128, "cluster": 2, "lag": 1, "accumulation_dtype": "bfloat16"}, EVERY),
     (False, 331, {"block_n": 128}, CAPPED | {"label_smoothing": 0.0}),
-    (False, 40, {}, EVERY),
+    pytest.param(False, 40, {}, EVERY, marks=REPEATED),
     (False, 13, {"form": "vocabulary"}, CAPPED),
 ]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from tests.arrays import on_device
+from tests.arrays import on_device, ones, zeros
 from tests.kernels.lowered import assert_in_place_calls_are_apart
 from tests.kernels.paged_attention_cases import plan_of, simulate_hopper
 
@@ -121,9 +121,19 @@ def assert_near(found, wanted):
     ("shape", "options"),
     [
         pytest.param({}, {}, marks=pytest.mark.whole),
-        ({"page": 64, "head_dim": 128, "heads": (3, 1)}, {"logits_soft_cap": 2.0, "sinks": jnp.linspace(-1, 1, 3)}),
-        ({"page": 8, "window": 40}, {"sliding_window": 40, "k_scale": 0.5, "v_scale": jnp.array([2.0, 0.5])}),
-        pytest.param({"cache": "float8_e4m3fn"}, {"k_scale": 0.5, "sinks": jnp.linspace(-1, 1, 4)}, marks=REPEATED),
+        (
+            {"page": 64, "head_dim": 128, "heads": (3, 1)},
+            {"logits_soft_cap": 2.0, "sinks": on_device(np.linspace(-1, 1, 3), "float32")},
+        ),
+        (
+            {"page": 8, "window": 40},
+            {"sliding_window": 40, "k_scale": 0.5, "v_scale": on_device([2.0, 0.5], "float32")},
+        ),
+        pytest.param(
+            {"cache": "float8_e4m3fn"},
+            {"k_scale": 0.5, "sinks": on_device(np.linspace(-1, 1, 4), "float32")},
+            marks=REPEATED,
+        ),
         pytest.param(
             {"cache": "int8", "page": 8, "head_dim": 128, "window": 40},
             {"sliding_window": 40, "k_scale": 0.02},
@@ -131,13 +141,13 @@ def assert_near(found, wanted):
         ),
         pytest.param(
             {"head_dim": 256, "heads": (8, 1)},
-            {"logits_soft_cap": 2.0, "sinks": jnp.linspace(-1, 1, 8)},
+            {"logits_soft_cap": 2.0, "sinks": on_device(np.linspace(-1, 1, 8), "float32")},
             marks=REPEATED,
         ),
         ({"head_dim": 192, "heads": (5, 1), "page": 8, "window": 40}, {"sliding_window": 40, "v_scale": 0.5}),
         pytest.param(
             {"head_dim": 96, "heads": (6, 2), "page": 64},
-            {"logits_soft_cap": 2.0, "sinks": jnp.linspace(-1, 1, 6)},
+            {"logits_soft_cap": 2.0, "sinks": on_device(np.linspace(-1, 1, 6), "float32")},
             marks=REPEATED,
         ),
         pytest.param(
@@ -166,7 +176,7 @@ SHARED_LATENT = {"head_dim": 192, "kinds": 1, "heads": (4, 1)}, {"value_dim": 12
     [
         ([0, 1, 1], {}, {}),
         ([0, 70, 3], {}, {"logits_soft_cap": 0.5}),
-        ([0, 1, 3], SHARED_LATENT[0], SHARED_LATENT[1] | {"k_scale": jnp.ones(1)}),
+        ([0, 1, 3], SHARED_LATENT[0], SHARED_LATENT[1] | {"k_scale": ones(1)}),
     ],
     ids=["decode", "prefill", "latent"],
 )
@@ -189,7 +199,7 @@ def test_sinks_far_from_the_logits_leave_the_log_sum_exp_finite(queries, shape, 
             [0, 9, 200],
             [0, 1, 3],
             SHARED_LATENT[0],
-            SHARED_LATENT[1] | {"k_scale": jnp.zeros(1), "sinks": jnp.asarray([-jnp.inf, -1, 0, 1])},
+            SHARED_LATENT[1] | {"k_scale": zeros(1), "sinks": on_device([-np.inf, -1, 0, 1], "float32")},
         ),
     ],
     ids=["decode and prefill", "latent"],
@@ -222,7 +232,12 @@ def test_any_number_of_query_heads_shares_a_kv_head(group, head_dim):
         pytest.param({"heads": (16, 1)}, {}, marks=pytest.mark.whole),
         (
             {"heads": (72, 1), "page": 8, "window": 70},
-            {"sliding_window": 70, "k_scale": 0.5, "logits_soft_cap": 2.0, "sinks": jnp.linspace(-1, 1, 72)},
+            {
+                "sliding_window": 70,
+                "k_scale": 0.5,
+                "logits_soft_cap": 2.0,
+                "sinks": on_device(np.linspace(-1, 1, 72), "float32"),
+            },
         ),
     ],
 )
@@ -402,7 +417,12 @@ def test_kernels_that_write_to_one_output_are_apart_from_slices(cache, head_dim)
             {"head_dim": 256, "heads": (2, 1), "window": 100},
             {"sliding_window": 100, "v_scale": 0.5},
         ),
-        ([300, 70], (170, 1), {"page": 8, "head_dim": 96, "heads": (2, 2)}, {"sinks": jnp.linspace(-1, 1, 2)}),
+        (
+            [300, 70],
+            (170, 1),
+            {"page": 8, "head_dim": 96, "heads": (2, 2)},
+            {"sinks": on_device(np.linspace(-1, 1, 2), "float32")},
+        ),
         ([200, 90], (90, 70), {"page": 64, "head_dim": 192, "heads": (3, 1)}, {}),
     ],
 )

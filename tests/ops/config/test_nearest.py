@@ -6,11 +6,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.arrays import ones
 
 from ejkernel.ops import CacheWarning, ConfigSelectorChain, Executor, Invocation, Kernel, PersistentCache
 from ejkernel.ops.config.selection import why_no_entry
 
-X = jnp.ones((4, 8))
+X = ones((4, 8))
 
 
 class Scale(Kernel[int, jax.Array]):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.arrays import ones
 from tests.ops.sample_kernels import Plain, WithResiduals, WithRule
 
 from ejkernel import ops
@@ -19,7 +20,7 @@ from ejkernel.ops import DescriptionError, Invocation, Kernel, nameable, recordi
 from ejkernel.ops.core.description import rebuild
 
 KERNELS = [Plain("rebuilt.plain"), WithRule("rebuilt.with_rule"), WithResiduals("rebuilt.residuals")]
-X, W, XS = jnp.ones((4, 4)), jnp.ones((4, 4)), jnp.ones((3, 4, 4))
+X, W, XS = ones((4, 4)), ones((4, 4)), ones((3, 4, 4))
 
 
 class Anything(Kernel[int, jax.Array]):

@@ -11,6 +11,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.arrays import ones
 from tests.ops.sample_kernels import Times
 from tests.ops.sealing import with_digest
 
@@ -32,7 +33,7 @@ from ejkernel.ops import (
 from ejkernel.ops.config._files import UnusableError
 from ejkernel.ops.config.misses.notes import MissedNotes
 
-X = jnp.ones((8, 4))
+X = ones((8, 4))
 TIME = datetime.datetime(2025, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.arrays import ones
 
 import ejkernel
 from ejkernel.cli import main
@@ -39,7 +40,7 @@ from ejkernel.ops.utils.messages.names import did_you_mean, names_checked, neare
 from ejkernel.settings import Settings
 
 X, W = jnp.ones((4, 8)), jnp.ones(8)
-Q = jnp.ones((1, 4, 2, 8))
+Q = ones((1, 4, 2, 8))
 SIZES = jnp.array([4])
 
 
