@@ -83,9 +83,9 @@ def a_call(intensity, before, after, peak=H200):
 def test_dots_are_placed_on_the_axes_of_their_roofline():
     (found,) = roofline.rooflines_of([a_call(10, 1, 10), a_call(100, 10, 100)])
     first, second = found.dots
-    assert first.x < second.x
-    assert first.before > first.after  # the vertical axis of a picture points down
-    assert first.after == second.before
+    assert found.x_at(first.intensity) < found.x_at(second.intensity)
+    assert found.y_at(first.before_tflops) > found.y_at(first.tflops)  # the vertical axis of a picture points down
+    assert first.tflops == second.before_tflops
     assert [label for _, label in found.x_ticks] == ["10", "100", "1000"]
     assert [label for _, label in found.y_ticks] == ["1", "10", "100", "1000"]
 

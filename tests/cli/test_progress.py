@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ejkernel.cli.progress import SearchBar, bars
+from ejkernel.cli.time_left import TimeLeft
 from ejkernel.modules import RmsNorm, RmsNormConfig
 from ejkernel.ops import CandidateFinished, Invocation, RoundsFinished, SearchFinished
 from ejkernel.ops.autotuner.measure.measurement import Measurement
@@ -37,7 +38,7 @@ def screen(request):
 
 def test_a_terminal_shows_call_candidate_and_the_best_so_far_on_one_line(screen):
     console, text = screen
-    with bars(console, ["rms_norm"] * 2, "tuning", budget=30.0) as shown:
+    with bars(console, TimeLeft(["rms_norm"] * 2, budget=30.0), "tuning") as shown:
         shown.step(CALLS[0], 40, 40)
         shown.hear(SearchFinished(CALLS[0].key, None))
         shown.step(CALLS[1], 12, 40)
@@ -52,7 +53,7 @@ def test_a_terminal_shows_call_candidate_and_the_best_so_far_on_one_line(screen)
 def test_the_best_is_that_of_the_tables_the_smallest_share_of_the_heuristic_s_time():
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=200, color_system=None)
-    with bars(console, ["rms_norm"], "tuning") as shown:
+    with bars(console, TimeLeft(["rms_norm"]), "tuning") as shown:
         shown.step(CALLS[0], 40, 40)
         for seconds, relative in ((2e-5, 1.0), (1.25e-5, 0.61), (1.2e-5, 0.7)):
             shown.hear(measured(CALLS[0], seconds, relative))
@@ -62,9 +63,8 @@ def test_the_best_is_that_of_the_tables_the_smallest_share_of_the_heuristic_s_ti
 
 def test_a_narrow_terminal_has_room_for_the_time_left():
     text = io.StringIO()
-    with bars(
-        Console(file=text, force_terminal=True, width=80, color_system=None), ["rms_norm"] * 2, "tuning", budget=30.0
-    ) as shown:
+    console = Console(file=text, force_terminal=True, width=80, color_system=None)
+    with bars(console, TimeLeft(["rms_norm"] * 2, budget=30.0), "tuning") as shown:
         shown.step(CALLS[0], 3, 40)
     assert "1/2 rms_norm: compiling, 3/40, about 58 s left" in text.getvalue()
 
@@ -79,7 +79,7 @@ def test_a_narrow_terminal_has_room_for_the_time_left():
 def test_the_line_fits_and_names_the_confirmation_run(columns, words):
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=columns, color_system=None)
-    with bars(console, ["rms_norm"] * 1, "tuning", budget=30.0) as shown:
+    with bars(console, TimeLeft(["rms_norm"] * 1, budget=30.0), "tuning") as shown:
         shown.step(CALLS[0], 40, 40)
         shown.hear(measured(CALLS[0], 1.25e-5))
     assert words in text.getvalue()
@@ -106,7 +106,7 @@ def test_measurements_have_a_round_and_the_time_left():
     clock, said = Seconds(), []
     console = Console(file=io.StringIO(), width=200)
     with Progress(console=console) as progress:
-        shown = SearchBar(progress, console, ["rms_norm"] * 1, "tuning", clock=clock)
+        shown = SearchBar(progress, console, TimeLeft(["rms_norm"] * 1, clock=clock), "tuning")
         shown.step(CALLS[0], 40, 40)
         for is_confirmation, done, clock.now, _ in ROUNDS:
             shown.hear(RoundsFinished(CALLS[0].key, 12, done, 16, is_confirmation))
@@ -116,14 +116,14 @@ def test_measurements_have_a_round_and_the_time_left():
 
 def test_candidates_count_as_compiling_until_one_has_a_time(screen):
     console, text = screen
-    with bars(console, ["rms_norm"] * 1, "tuning") as shown:
+    with bars(console, TimeLeft(["rms_norm"] * 1), "tuning") as shown:
         shown.step(CALLS[0], 3, 12)
     assert "call 1 of 1, rms_norm: compiling, 3 of 12 done" in text.getvalue()
 
 
 def test_a_narrow_terminal_has_no_bar(screen):
     console, text = screen
-    with bars(console, ["rms_norm"] * 1, "tuning") as shown:
+    with bars(console, TimeLeft(["rms_norm"] * 1), "tuning") as shown:
         shown.step(CALLS[0], 1, 2)
     assert ("━" in text.getvalue()) == (console.width == 200)
 
@@ -132,7 +132,7 @@ def test_a_pipe_gets_the_time_left_once_the_first_call_shows_it():
     clock, text = Seconds(), io.StringIO()
     console = Console(file=text, width=200)
     with Progress(console=console, disable=True) as progress:
-        shown = SearchBar(progress, console, ["rms_norm"] * 3, "tuning", clock=clock)
+        shown = SearchBar(progress, console, TimeLeft(["rms_norm"] * 3, clock=clock), "tuning")
         shown.step(CALLS[0], 2, 2)
         for done, clock.now in ((0, 0.0), (5, 25.0), (6, 30.0)):
             shown.hear(RoundsFinished(CALLS[0].key, 2, done, 10, False))
@@ -143,7 +143,7 @@ def test_a_pipe_gets_the_time_left_to_compile_once_a_quarter_of_a_call_shows_it(
     clock, text = Seconds(), io.StringIO()
     console = Console(file=text, width=200)
     with Progress(console=console, disable=True) as progress:
-        shown = SearchBar(progress, console, ["rms_norm"] * 2, "compiling", measures=False, clock=clock)
+        shown = SearchBar(progress, console, TimeLeft(["rms_norm"] * 2, measures=False, clock=clock), "compiling")
         for inv, done, clock.now in ((0, 0, 0.0), (0, 1, 5.0), (0, 2, 10.0), (1, 0, 10.0), (1, 3, 40.0), (1, 4, 50.0)):
             shown.step(CALLS[inv], done, 2 + 10 * inv)
     assert text.getvalue().splitlines() == [
@@ -156,7 +156,7 @@ def test_a_pipe_gets_the_time_left_to_compile_once_a_quarter_of_a_call_shows_it(
 
 def test_a_pipe_gets_one_line_for_each_call():
     text = io.StringIO()
-    with bars(Console(file=text, width=20), ["rms_norm"] * 2, "tuning") as shown:
+    with bars(Console(file=text, width=20), TimeLeft(["rms_norm"] * 2), "tuning") as shown:
         for done in range(3):
             shown.step(CALLS[0], done, 2)
         shown.hear(measured(CALLS[0], 1e-5))

@@ -9,7 +9,9 @@ import pytest
 from tests.cli.searches import call, found
 
 from ejkernel.cli import shares
-from ejkernel.cli.step_check import step_seconds
+from ejkernel.cli.files import Found
+from ejkernel.cli.sources import TuneOptions
+from ejkernel.cli.step_check import StepCheck
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
 from ejkernel.ops.config.policy import policy_override
@@ -138,4 +140,6 @@ def test_a_lone_candidate_is_measured_in_a_little_time(monkeypatch):
 
 @pytest.mark.parametrize(("time", "part"), [(20, 10), (60, 30), (100, 30), (150, 30), (300, 60)])
 def test_the_step_gets_a_fifth_of_the_time_and_at_least_half_a_minute_or_half_of_it(time, part):
-    assert step_seconds(time) == part
+    found = Found(name="train:step", calls=())
+    check = StepCheck(options=TuneOptions(time=time), program=None, found=found, saved=None, earlier={})
+    assert check.share == part

@@ -9,7 +9,7 @@ import pytest
 from tests.cli.searches import found, save
 from tests.ops.config.shared.stores import entry, folder, rows, tuned_together
 
-from ejkernel.cli import main
+from ejkernel.cli import main, sharing
 from ejkernel.ops import PersistentCache
 from ejkernel.ops.autotuner.store.measurements import KEPT, LOG, MeasurementStore
 from ejkernel.ops.config.persistent import fault_of
@@ -293,3 +293,13 @@ def test_calls_tuned_together_are_pulled_together_or_not_at_all(tmp_path, monkey
     folder(tmp_path / "mine", entry(2, 99, speedup=1.9))
     assert target.put(found.entries, found.rivals) == list(found.entries)
     assert rows(target) == [1, 99]
+
+
+def test_an_error_of_the_network_leaves_the_output_open(capfd, mine, monkeypatch):
+    def unreachable(*_):
+        raise OSError("no network")
+
+    monkeypatch.setattr(sharing, "place_of", unreachable)
+    status, _, err = run(capfd, "diff", "memory://team", cache=mine)
+    print("still here")
+    assert (status, err, capfd.readouterr().out) == (1, "ejkernel: error: no network\n", "still here\n")

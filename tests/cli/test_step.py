@@ -14,8 +14,8 @@ import pytest
 from tests.ops.autotuner.made_up_times import interleaved_with
 
 from ejkernel.cli import main, step, step_check
-from ejkernel.cli import tune as commands
 from ejkernel.cli.builds import Build
+from ejkernel.cli.sources import TuneOptions
 from ejkernel.cli.step import Winner, choose
 from ejkernel.ops import PersistentCache
 from ejkernel.ops.autotuner.bench import timing
@@ -344,7 +344,7 @@ def test_a_step_is_not_compared_with_configurations_that_fail_and_no_such_config
     ("target", "reason"), [("types", "random arrays for its arguments"), ("printing", "it has side effects")]
 )
 def test_a_step_that_should_not_run_is_not_compared_unless_asked(program, capsys, monkeypatch, target, reason):
-    monkeypatch.setattr(commands, "_MOST_DRAWN", 1 << 14)
+    monkeypatch.setattr(step_check, "_MOST_DRAWN", 1 << 14)
     _, out, _ = tune(capsys, target)
     assert f"step not compared: {reason}" in out
     assert "`ejkernel bench stepped:" in out
@@ -446,12 +446,12 @@ def test_the_step_of_a_program_runs_in_a_process_of_its_own(program, capsys):
 def test_a_step_without_its_devices_is_compared_on_another_machine():
     result = SimpleNamespace(searches=[SimpleNamespace(is_kept=False)])
     program = SimpleNamespace(target="train:step")
-    (line,) = step_check.not_compared(result, program, None, elsewhere=True)
+    (line,) = step_check.not_compared(result, program, TuneOptions(ray="auto"))
     assert "`ejkernel bench train:step` on a machine with its devices compares it" in line
 
 
 def test_the_step_of_a_text_is_said_not_to_be_compared():
     result = SimpleNamespace(searches=[SimpleNamespace(is_kept=False)])
-    (line,) = step_check.not_compared(result, None, None, elsewhere=False)
+    (line,) = step_check.not_compared(result, None, TuneOptions())
     assert "`ejkernel tune MODULE:FUNCTION --check-step` drops configurations that slow a step" in line
-    assert step_check.not_compared(SimpleNamespace(searches=[]), None, None, elsewhere=False) == []
+    assert step_check.not_compared(SimpleNamespace(searches=[]), None, TuneOptions()) == []

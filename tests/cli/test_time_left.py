@@ -20,7 +20,11 @@ class Seconds:
 
 def searches(count=4, more=(), **options):
     clock = Seconds()
-    return clock, TimeLeft([*(key.op for key in KEYS[:count]), *more], clock, **options)
+    return clock, TimeLeft([*(key.op for key in KEYS[:count]), *more], clock=clock, **options)
+
+
+def of_rounds(left):
+    return left.searches[KEYS[0]].rounds.in_words()
 
 
 def rounds(clock, left, key, seconds, *, candidates, planned=10, confirms=False):
@@ -35,7 +39,7 @@ def test_a_compiled_search_is_not_over():
     left.step(KEYS[0], 0.0)
     clock.now = 9.0
     left.step(KEYS[0], 1.0)
-    assert (left.knows_calls, left.total()) == (False, "")
+    assert (left.of_all(), left.total()) == (None, "")
     clock.now = 30.0
     left.finish(KEYS[0])
     assert left.total() == ", about 90 s left"
@@ -95,7 +99,7 @@ def test_the_first_call_does_not_stand_for_all():
     left.sample(RoundsFinished(KEYS[0], 2, 0, 10, False))
     clock.now = 8.0
     left.sample(RoundsFinished(KEYS[0], 2, 5, 10, False))
-    assert (left.knows_calls, left.total(), left.seconds_of_rounds(KEYS[0])) == (False, "", 4.0)
+    assert (left.of_all(), left.total(), left.searches[KEYS[0]].rounds.left()) == (None, "", 4.0)
 
 
 def test_a_search_that_its_budget_ended_is_over():
@@ -113,7 +117,7 @@ def test_an_operation_does_not_stand_for_another():
     left.step(KEYS[0], 0.0)
     clock.now = 10.0
     left.finish(KEYS[0])
-    assert (left.knows_calls, left.total()) == (False, "")
+    assert (left.of_all(), left.total()) == (None, "")
     other = ConfigKey("cpu", "other@v0", "5" * 16)
     left.step(other, 0.0)
     clock.now = 13.0
@@ -127,7 +131,7 @@ def test_rounds_that_drop_many_candidates_say_little():
     left.sample(RoundsFinished(KEYS[0], 12, 0, 16, False))
     clock.now = 9.0
     left.sample(RoundsFinished(KEYS[0], 12, 3, 16, False))
-    assert (left.of_rounds(KEYS[0]), left.seconds_of_rounds(KEYS[0])) == ("", 0.0)
+    assert of_rounds(left) == ""
 
 
 def test_a_search_that_measured_goes_on_to_its_checks_as_long_as_those_before():
@@ -183,12 +187,12 @@ def test_candidates_dropped_early_shorten_the_rest():
     clock, left = searches()
     left.step(KEYS[0], 1.0)
     left.sample(RoundsFinished(KEYS[0], 8, 0, 10, False))
-    assert left.of_rounds(KEYS[0]) == ""
+    assert of_rounds(left) == ""
     clock.now = 16.0
     left.sample(RoundsFinished(KEYS[0], 8, 4, 10, False))  # half a second for each sample
-    assert left.of_rounds(KEYS[0]) == ", about 24 s left, then confirming"
+    assert of_rounds(left) == ", about 24 s left, then confirming"
     left.sample(RoundsFinished(KEYS[0], 2, 4, 10, False))
-    assert left.of_rounds(KEYS[0]) == ", about 6 s left, then confirming"
+    assert of_rounds(left) == ", about 6 s left, then confirming"
 
 
 def test_a_confirmation_run_that_began_slowly_is_extrapolated():
@@ -198,4 +202,13 @@ def test_a_confirmation_run_that_began_slowly_is_extrapolated():
     left.sample(RoundsFinished(KEYS[0], 2, 0, 10, True))
     clock.now += 8.0
     left.sample(RoundsFinished(KEYS[0], 2, 2, 10, True))
-    assert left.of_rounds(KEYS[0]) == ", about 32 s left"
+    assert of_rounds(left) == ", about 32 s left"
+
+
+def test_a_search_that_a_candidate_started_is_none_of_the_calls():
+    clock, left = searches(1)
+    left.step(KEYS[0], 1.0)
+    left.sample(RoundsFinished(KEYS[1], 2, 0, 10, False))
+    clock.now = 5.0
+    left.finish(KEYS[0])
+    assert left.total() == ""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import pytest
 from tests.cli.searches import Tile, call, failed, found, measured
 
 from ejkernel.cli.outcome import TuneOutcome, doubled
+from ejkernel.ops import PersistentCache
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 
 
@@ -32,7 +32,7 @@ def summary(calls, searches, saved=(), tuned=(), **fields):
         searches=searches,
         has_entry=lambda inv: inv in (*saved, *tuned),
         is_tuned=lambda inv: inv in tuned,
-        place=Path("configs"),
+        store=PersistentCache("configs"),
         seconds=61.0,
         **fields,
     )

@@ -143,13 +143,14 @@ class Row:
         else:
             options = options | {"implementation": self.name}
         scope = Scope(
+            configs=(),
             without=frozenset(GROUPS) - {*groups},
             tolerance=subject.tolerance[digits],
             is_brief=True,
             programs=subject.references.setdefault(name, {}),
             check_residuals=compare,
         )
-        return checked(kernel, args, options, (), scope)
+        return checked(kernel, args, options, scope)
 
     def __str__(self):
         return f"{self.subject.operation.name}, {self.name}{', simulated' * self.simulated}"

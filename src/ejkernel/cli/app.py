@@ -10,7 +10,6 @@ at once. Each command imports the module with its implementation.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import sys
 import warnings
@@ -22,17 +21,6 @@ import click
 from ejkernel.cli import commands
 from ejkernel.cli.cache_commands import cache
 from ejkernel.cli.interrupts import none_lost
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Process:
-    """The process of the command.
-
-    Attributes:
-        is_ours: Whether only the command runs in it; false in tests.
-    """
-
-    is_ours: bool
 
 
 class _Commands(commands.Group):
@@ -81,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str] | None) -> int:
     try:
-        # Standalone mode would exit the process, also that of a test.
-        status = cli.main(arguments, prog_name="ejkernel", standalone_mode=False, obj=Process(arguments is None))
+        # Standalone mode would exit the process, also that of a test. `obj`: whether only the command runs in it.
+        status = cli.main(arguments, prog_name="ejkernel", standalone_mode=False, obj=arguments is None)
     except click.UsageError as error:
         advice = _advice_on(error)
         (click.UsageError(f"{error.format_message()}{advice}", error.ctx) if advice else error).show()
@@ -94,10 +82,11 @@ def _run(arguments: list[str] | None) -> int:
         click.echo(f"ejkernel: stopped{_what_is_left(sys.argv[1:] if arguments is None else arguments)}", err=True)
         return 130
     except Exception as error:
-        names_file = isinstance(error, OSError) and error.filename is not None  # e.g. a too long file name
+        # E.g. a too long file name, or an error of the network; `main` handles errors of stdout.
+        is_of_file = isinstance(error, OSError) and (error.filename is not None or error.errno is None)
         # A warning is raised under `PYTHONWARNINGS=error`.
         is_ours = any(_is_ours(type(error), root) for root in ("EjkernelError", "EjkernelWarning"))
-        if not names_file and not is_ours:
+        if not is_of_file and not is_ours:
             raise
         _echo_error(str(error))
         return 1

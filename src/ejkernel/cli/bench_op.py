@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import click
@@ -111,8 +111,7 @@ def _compared(options: BenchOptions, inv: Invocation[Any, Any], chain: Any, note
         refusals = kernel.refusals(inv).items()
         result.missing |= {name: why.removeprefix(f"implementation={name!r} ") for name, why in refusals}
     args, kwargs = kernel.example_inputs(inv, np.random.default_rng(0))
-    for name, function in _functions(kernel, inv):
-        value = functools.partial(function, **kwargs)
+    for name, value in _functions(kernel, inv, kwargs):
         step = jax.jit(_gradient(value, args) if options.gradient else value)
         try:
             made = build(name, Loaded(f"{options.op} ({name})", step, tuple(args), {}), chain)
@@ -135,18 +134,16 @@ def _compared(options: BenchOptions, inv: Invocation[Any, Any], chain: Any, note
     return result
 
 
-def _functions(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield the functions to compare by name, the chosen one first."""
-    yield CHOSEN, kernel
+def _functions(
+    kernel: Kernel[Any, Any], inv: Invocation[Any, Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the functions of the positional arguments to compare by name, the chosen one first."""
+    yield CHOSEN, functools.partial(kernel, **kwargs)
     if overrides(kernel, "reference"):
-        yield REFERENCE, lambda *args, **kwargs: reference_result(kernel, args, kwargs)
+        yield REFERENCE, lambda *args: reference_result(kernel, args, kwargs)
     if isinstance(kernel, Operation):
         for name in kernel.able(inv):
-            yield name, functools.partial(_requested, kernel, name)
-
-
-def _requested(kernel: Kernel[Any, Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    return kernel(*args, **{**kwargs, "implementation": name})
+            yield name, functools.partial(kernel, **{**kwargs, "implementation": name})
 
 
 def _gradient(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:

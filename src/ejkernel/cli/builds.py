@@ -226,33 +226,17 @@ def say(text: str) -> None:
     click.echo(text, err=True)
 
 
-class _Lines(io.TextIOBase):
-    """Counts the lines written to it, and drops them."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._has_ended = True
-
-    def write(self, text: str) -> int:
-        """Count the lines that a text begins."""
-        for line in text.splitlines(keepends=True):
-            self.count += self._has_ended
-            self._has_ended = line.endswith("\n")
-        return len(text)
-
-
 @contextlib.contextmanager
 def prints_left_out() -> Iterator[None]:
     """Leave out the lines that steps print inside the `with` block, e.g. with `jax.debug.print`, and say how many."""
-    lines = _Lines()
-    with contextlib.redirect_stdout(lines):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
         try:
             yield
         finally:
             jax.effects_barrier()  # a step does not wait for its callbacks
-            if lines.count:
-                printed = counted(lines.count, "line")
-                say(f"left out {printed} that the steps printed; their printing is part of the times")
+            if lines := len(printed.getvalue().splitlines()):
+                say(f"left out {counted(lines, 'line')} that the steps printed; their printing is part of the times")
 
 
 def of_mapping(builds: Sequence[Build]) -> str:

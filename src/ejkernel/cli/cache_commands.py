@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from ejkernel.cli.commands import FOLDER, Group, as_json, imports, no_collection, read_cache
-
-if TYPE_CHECKING:
-    import datetime
+from ejkernel.cli.commands import FOLDER, Group, as_json, imports, read_cache
 
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -25,8 +23,6 @@ def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> datet
     del ctx, param
     if value is None:
         return None
-    import datetime  # commands without this option start sooner
-
     match = re.fullmatch(r"(\d{1,6})([mhdw])", value.strip())
     if match is None:
         raise click.BadParameter(f"{value!r} is not a duration like 90m, 12h, 30d or 8w.")
@@ -69,10 +65,9 @@ def path(as_json: bool) -> int:
 @as_json
 def list_(cache: Path | None, as_json: bool) -> int:
     """List the saved configurations, like `ejkernel show`."""
-    with no_collection():
-        from ejkernel.cli.show import run_show
+    from ejkernel.cli.show import run_show
 
-        return run_show(cache, as_json)
+    return run_show(cache, as_json)
 
 
 @cache.command()

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +44,6 @@ class _Seconds(click.FloatRange):
         if math.isnan(found):
             self.fail(f"{value!r} is not a number of seconds, e.g. 60.", param, ctx)
         return float(super().convert(value, param, ctx))
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Turn Python's garbage collector off for the `with` block: it would search thousands of entries, all in use."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _targets(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -217,7 +202,8 @@ def tune(**options: Any) -> int:
     _check_together(options)
     if not options["in_process"]:
         _leave_devices_alone()
-    from ejkernel.cli.tune import TuneOptions, run_tune
+    from ejkernel.cli.sources import TuneOptions
+    from ejkernel.cli.tune import run_tune
 
     return run_tune(TuneOptions(**options))
 
@@ -238,7 +224,7 @@ def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
     if device != "here" and not options["in_process"]:
         _leave_devices_alone()
     from ejkernel.cli.elsewhere import run_compile
-    from ejkernel.cli.tune import TuneOptions
+    from ejkernel.cli.sources import TuneOptions
 
     run_compile(TuneOptions(**options), device, output or Path())  # a dry run writes nothing
     return 0
@@ -250,7 +236,7 @@ def _estimate(options: dict[str, Any], device: str, output: Path | None) -> int:
     _check_unused(options, "--estimate")
     _leave_devices_alone()
     from ejkernel.cli.elsewhere import run_estimate
-    from ejkernel.cli.tune import TuneOptions
+    from ejkernel.cli.sources import TuneOptions
 
     return run_estimate(TuneOptions(**options), device)
 
@@ -267,7 +253,7 @@ def _check_unused(options: dict[str, Any], by: str, *more: str) -> None:
 def _leave_devices_alone() -> None:
     """Keep this process from opening devices, which the worker needs."""
     # The setting holds for the whole process, so a test's process is left alone.
-    if click.get_current_context().obj.is_ours:
+    if click.get_current_context().obj:
         from ejkernel import compat
 
         compat.settings.leave_devices_alone()
@@ -283,7 +269,7 @@ def _prepare_for(device: str) -> None:
 
 def _share_devices() -> None:
     """Leave the GPU's memory to other processes: this command runs nothing on the GPU."""
-    if click.get_current_context().obj.is_ours:
+    if click.get_current_context().obj:
         from ejkernel import settings
 
         settings.share_device({})
@@ -406,10 +392,9 @@ def show(prefix: str, cache: Path | None, as_json: bool, log: str | None) -> int
     PREFIX is the start of a key, the start of the name of an operation, or NAME:KEY; without it, all are listed.
     Several operations may have calls with the same key. With --log, the last search of each call is printed instead.
     """
-    with no_collection():
-        from ejkernel.cli.show import run_show
+    from ejkernel.cli.show import run_show
 
-        return run_show(cache, as_json, log, prefix)
+    return run_show(cache, as_json, log, prefix)
 
 
 @click.command("report")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from ejkernel.cli.report_data import CallReport
@@ -176,25 +176,21 @@ def compare(before: Sequence[CallReport], after: Sequence[CallReport], old: str,
         return call.op, call.call, "" if across else call.device
 
     left, right = ({key(call): call for call in calls} for calls in (before, after))
-    found = _pairs(left, right)
+    found = [_compared(left.get(each), right.get(each)) for each in left | right]
     return Comparison(old, new, tuple(sorted(found, key=_rank)))
 
 
-def _pairs(
-    left: dict[tuple[str, str, str], CallReport], right: dict[tuple[str, str, str], CallReport]
-) -> Iterator[ComparedCall]:
-    for key in left | right:
-        mine, theirs = left.get(key), right.get(key)
-        shown: Any = theirs or mine  # the key comes from one of the two
-        yield ComparedCall(
-            op=shown.op,
-            call=shown.call,
-            arguments=shown.arguments,
-            before=mine,
-            after=theirs,
-            ratio=None if mine is None or theirs is None else _ratio(mine, theirs),
-            times=next((side.times for side in (theirs, mine) if side is not None and side.times), None),
-        )
+def _compared(before: CallReport | None, after: CallReport | None) -> ComparedCall:
+    shown: Any = after or before  # one side has the call
+    return ComparedCall(
+        op=shown.op,
+        call=shown.call,
+        arguments=shown.arguments,
+        before=before,
+        after=after,
+        ratio=None if before is None or after is None else _ratio(before, after),
+        times=next((side.times for side in (after, before) if side is not None and side.times), None),
+    )
 
 
 def _rank(call: ComparedCall) -> tuple[int, float, str, str]:

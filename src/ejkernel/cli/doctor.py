@@ -114,20 +114,16 @@ def _folder(place: str, *, written: bool) -> dict[str, Any]:
     elif fault:
         state, problem = "no configurations", fault
     else:
-        found = list(items(PersistentCache(place, layers=())))
+        found = list(items(Path(place)))
         unusable = sum(bool(item.problem) for item in found)
         state = f"{counted(len(found), 'file')}, {unusable} unusable"
         problem = f"{place} has {counted(unusable, 'unusable file')}: see `ejkernel cache verify`" if unusable else None
-    reason = _why_not_writable(Path(place)) if written else None
+    # A missing folder is not created.
+    existing = next(each for each in (Path(place), *Path(place).absolute().parents) if os.path.lexists(each))
+    reason = PersistentCache(existing, layers=()).why_not_writable() if written else None
     if reason is not None:
         state, problem = f"{state}, not writable", f"{place} cannot be written: {reason}; set EJKERNEL_CACHE_DIR"
     return {"place": place, "state": state, "problem": problem}
-
-
-def _why_not_writable(folder: Path) -> str | None:
-    """Return why a folder cannot be written or created; `None` if it can. A missing folder is not created."""
-    existing = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
-    return PersistentCache(existing, layers=()).why_not_writable()
 
 
 def _as_text(found: dict[str, Any]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ import click
 from ejkernel.cli import report
 from ejkernel.cli.files import Found
 from ejkernel.cli.progress import bars
-from ejkernel.cli.sources import Source, find_on
-from ejkernel.cli.tune import TuneOptions, messages, writable
+from ejkernel.cli.sources import Source, TuneOptions, find_on
+from ejkernel.cli.time_left import TimeLeft
+from ejkernel.cli.tune import messages, writable
 from ejkernel.ops.autotuner.compile.prepared import PreparedCalls, bundle_as_text, estimates_as_text
 from ejkernel.ops.autotuner.compile.simulation import check_simulated
 from ejkernel.ops.autotuner.compile.targets import Target
-from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config.estimates import PRUNED_FROM
 from ejkernel.ops.errors import TuningError
@@ -43,11 +42,11 @@ def run_compile(options: TuneOptions, device: str, output: Path) -> None:
     if options.dry_run:
         _list(options, found, preparation)
         return
-    started = time.monotonic()
+    operations, started = [inv.op_id for inv in found.calls], time.monotonic()
     # By default one per core, so that a crash costs only its candidate.
     processes: dict[str, Any] = {} if options.compile_processes is None else {"processes": options.compile_processes}
-    with bars(console, [inv.op_id for inv in found.calls], "compiling", measures=False) as shown:
-        made = preparation.run(_sets(found), None, progress=shown.step, **processes)
+    with bars(console, TimeLeft(operations, measures=False), "compiling") as shown:
+        made = preparation.run(found.in_sets, None, progress=shown.step, **processes)
     click.echo(bundle_as_text(made.bundled, verbose=options.verbose))
     # Measuring a bundle imports nothing by itself, so the printed command names the modules.
     modules = source.imports or ((source.program.module,) if source.program is not None else ())
@@ -75,10 +74,10 @@ def run_estimate(options: TuneOptions, device: str) -> int:
         return 0
     store = writable(options.cache)
     found = _found(options, source, aim)
-    started = time.monotonic()
+    operations, started = [inv.op_id for inv in found.calls], time.monotonic()
     processes: dict[str, Any] = {"processes": options.compile_processes} if options.compile_processes else {}
-    with bars(console, [inv.op_id for inv in found.calls], "estimating", measures=False) as shown:
-        made = preparation.run(_sets(found), store, progress=shown.step, **processes)
+    with bars(console, TimeLeft(operations, measures=False), "estimating") as shown:
+        made = preparation.run(found.in_sets, store, progress=shown.step, **processes)
     if options.as_json:
         report.echo_json(to_data(made.estimates))
     else:
@@ -96,7 +95,7 @@ def run_estimate(options: TuneOptions, device: str) -> int:
 
 def _list(options: TuneOptions, found: Found, preparation: Preparation) -> None:
     """Print the calls and how many candidates would be prepared; with `--verbose` also these."""
-    planned = preparation.planned(_sets(found))
+    planned = preparation.planned(found.in_sets)
     if options.as_json:
         report.echo_json([{**inv.description, "candidates": list(map(to_data, configs))} for inv, configs in planned])
         return
@@ -108,10 +107,6 @@ def _list(options: TuneOptions, found: Found, preparation: Preparation) -> None:
     count = counted(sum(len(configs) for _, configs in planned), "candidate")
     device = name_of_device(preparation.aim.fingerprint)
     messages().print(f"{count} of {counted(len(planned), 'call')} would be {doing} for {device}")
-
-
-def _sets(found: Found) -> Sequence[Sequence[SharedCall]]:
-    return found.sets or [(SharedCall(inv=inv),) for inv in found.calls]
 
 
 def _share(made: PreparedCalls, status: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,6 +61,13 @@ class Found:
     times: Mapping[ConfigKey, int] = dataclasses.field(default_factory=dict)
     drawn_bytes: int = 0
 
+    @property
+    def in_sets(self) -> list[Sequence[SharedCall]]:
+        """The calls in sets that share a configuration; by default one call per set, forward calls first."""
+        if self.sets:
+            return list(self.sets)
+        return [[SharedCall(inv=inv)] for inv in sorted(self.calls, key=lambda inv: inv.direction != "fwd")]
+
     def on(self, device: str) -> Found:
         """Return the same calls for another device."""
         calls = {inv.key: dataclasses.replace(inv, device=device) for inv in self.calls}
@@ -69,8 +76,8 @@ class Found:
 
     def settle(self, is_tuned: Callable[[Invocation[Any, Any]], bool]) -> None:
         """Remove the notes of tuned calls."""
-        for inv in self.calls if self.notes is not None else ():
-            if self.notes is not None and is_tuned(inv):
+        if self.notes is not None:
+            for inv in filter(is_tuned, self.calls):
                 self.notes.remove(inv.key)
 
 

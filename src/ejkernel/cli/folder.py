@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -134,28 +134,28 @@ class Wanted:
         return is_old and not (self.other_jax and is_of_this_jax) and (item.failed or not self.failed)
 
 
-def items(cache: PersistentCache, call_of: CallOf | None = None) -> Iterator[Item]:
-    """Yield every file of the cache's writable folder.
+def items(folder: Path | None, call_of: CallOf | None = None) -> Iterator[Item]:
+    """Yield every file of a cache's writable folder.
 
     Args:
-        cache: The cache.
+        folder: The folder; `None`: the user has none.
         call_of: Returns the call of an entry, if its kernel is known.
     """
-    if cache.path is None:
+    if folder is None:
         return
-    notes, estimates = MissedNotes(cache.path), EstimateFiles(cache.path)
+    notes, estimates = MissedNotes(folder), EstimateFiles(folder)
     found: tuple[tuple[str, Sequence[Any], Callable[[Any], Any]], ...] = (
-        ("entry", list(files(cache.path, ENTRY)), read_entry),
-        ("search", list(files(cache.path, LOG)), read_search),
+        ("entry", list(files(folder, ENTRY)), read_entry),
+        ("search", list(files(folder, LOG)), read_search),
         ("note", notes.files(), notes.read),
         ("estimate", list(estimates.files()), estimates.read),
-        ("pack", _packs(cache.path), _verified),
+        ("pack", _packs(folder), _verified),
     )
     for kind, paths, read in found:
         for path in paths:
             was = None
             try:
-                was = seen(cache.path, path)  # before reading, so that a later change is detected
+                was = seen(folder, path)  # before reading, so that a later change is detected
                 content = read(path)
             except FileNotFoundError:
                 continue
@@ -167,7 +167,7 @@ def items(cache: PersistentCache, call_of: CallOf | None = None) -> Iterator[Ite
                 more: dict[str, Any] = _staleness(content, call_of) if kind == "entry" else {}
                 more |= {"failed": content.progress.state == SearchState.FAILED} if kind == "search" else {}
                 yield _item(path, kind, provenance, seen=was, **more)
-    yield from _unlisted(cache.path)
+    yield from _unlisted(folder)
 
 
 def _folders(root: Path, failed: Callable[[OSError], object] = lambda error: None) -> Iterator[tuple[Path, list[str]]]:
@@ -241,7 +241,7 @@ def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -
     store = opened(cache, alone=True)
     layers = _layers() if cache is None else []
     import_named(imports)
-    by_folder = {str(each.path): list(items(each, _call_of if imports else None)) for each in (store, *layers)}
+    by_folder = {str(each.path): list(items(each.path, _call_of if imports else None)) for each in (store, *layers)}
     found = [item for those in by_folder.values() for item in those]
     bad = [item for item in found if item.problem or item.fails]
     missing = [str(layer.path) for layer in layers if layer.path is None or not layer.path.is_dir()]
@@ -282,7 +282,7 @@ def _print_verified(by_folder: Mapping[str, Sequence[Item]], bad: Sequence[Item]
                 click.echo(f"  {printable(item.path)}")
     written = next(iter(by_folder))
     for folder, found in by_folder.items():
-        counts = _counts(collections.Counter(item.kind for item in found))
+        counts = _counts(found)
         unusable = [item for item in found if item.problem or item.fails]
         state = _usable(len(found), unusable, folder="" if folder == written else folder)
         click.echo(faults[folder] or f"{folder}: {counts}; {state}")
@@ -302,9 +302,10 @@ def _usable(count: int, bad: Sequence[Item], *, folder: str = "") -> str:
     return f"{unusable}; `ejkernel cache prune --unreadable{of_folder}` removes {such} of them"
 
 
-def _counts(counts: Mapping[str, int]) -> str:
-    shown = (kind for kind in _KINDS if kind not in _RARE or counts.get(kind))
-    return ", ".join(counted(counts.get(kind, 0), kind, _KINDS[kind]) for kind in shown)
+def _counts(found: Iterable[Item]) -> str:
+    counts = collections.Counter(item.kind for item in found)
+    shown = (kind for kind in _KINDS if kind not in _RARE or counts[kind])
+    return ", ".join(counted(counts[kind], kind, _KINDS[kind]) for kind in shown)
 
 
 def _call_of(entry: StoredEntry) -> Invocation[Any, Any] | None:
@@ -320,44 +321,49 @@ def _call_of(entry: StoredEntry) -> Invocation[Any, Any] | None:
 
 def run_prune(cache: Path | None, wanted: Wanted, *, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache prune`."""
-    store = opened(cache, alone=True)
+    store, folder = _opened(cache, dry_run=dry_run)
     now = store.clock()
-    if not dry_run:
-        _restore(store)
-    _remove(store, [item for item in items(store) if wanted.has(item, now)], dry_run=dry_run, as_json=as_json)
+    found = [item for item in items(folder) if wanted.has(item, now)]
+    _remove(store, folder, found, dry_run=dry_run, as_json=as_json)
 
 
 def run_clear(
     cache: Path | None, *, yes: bool, dry_run: bool, as_json: bool, older_than: datetime.timedelta | None = None
 ) -> int:
     """Run `ejkernel cache clear`; return 1 if the user declines."""
-    store = opened(cache, alone=True)
-    if not dry_run:
-        _restore(store)
-    wanted, now = Wanted(older_than=older_than, unreadable=older_than is None), store.clock()
-    found = [item for item in items(store) if item.is_ours and (older_than is None or wanted.has(item, now))]
+    store, folder = _opened(cache, dry_run=dry_run)
+    wanted, now = Wanted(older_than=older_than), store.clock()
+    found = [item for item in items(folder) if item.is_ours and (older_than is None or wanted.has(item, now))]
     if found and not yes and not dry_run:
         # Without a terminal a prompt would wait forever.
         if not is_terminal(sys.stdin):
             raise click.UsageError("cannot ask without a terminal; pass --yes, or --dry-run to list the files.")
-        counts = _counts(collections.Counter(item.kind for item in found))
-        if not click.confirm(f"Remove {counts} from {store.path}?", err=True):
+        counts = _counts(found)
+        if not click.confirm(f"Remove {counts} from {folder}?", err=True):
             click.echo("Nothing was removed.")
             return 1
-    _remove(store, found, dry_run=dry_run, as_json=as_json)
-    if not dry_run and store.path is not None:
-        _tidy(store.path)
+    _remove(store, folder, found, dry_run=dry_run, as_json=as_json)
+    if not dry_run:
+        _tidy(folder)
     return 0
 
 
-def _remove(store: PersistentCache, found: Sequence[Item], *, dry_run: bool, as_json: bool) -> None:
+def _opened(cache: Path | None, *, dry_run: bool) -> tuple[PersistentCache, Path]:
+    """Return a cache with its folder and, unless in a dry run, restore files that a killed command renamed aside."""
+    store = opened(cache, alone=True)
+    assert store.path is not None  # `opened` raises without a folder
+    for inner, _ in [] if dry_run else _folders(store.path):
+        restore_aside(store.path, inner)
+    return store, store.path
+
+
+def _remove(store: PersistentCache, folder: Path, found: Sequence[Item], *, dry_run: bool, as_json: bool) -> None:
     if not found and store.fault:
         click.echo(f"{store.fault}.", err=True)
     removed, failures, changed = [], [], 0
-    assert store.path is not None  # `items` yields nothing without a folder
     for item in found:
         try:
-            is_gone = dry_run or remove_judged(store.path, item.path, item.seen)
+            is_gone = dry_run or remove_judged(folder, item.path, item.seen)
         except OSError as error:
             failures.append(f"{item.path} ({error})")
         else:
@@ -367,10 +373,10 @@ def _remove(store: PersistentCache, found: Sequence[Item], *, dry_run: bool, as_
         click.echo(f"{counted(changed, 'file')} kept: replaced by another process during the command.", err=True)
     if as_json:
         paths = [str(item.path) for item in removed]
-        report.echo_json({"folder": str(store.path), "removed": paths, "dry_run": dry_run})
+        report.echo_json({"folder": str(folder), "removed": paths, "dry_run": dry_run})
     else:
-        counts = _counts(collections.Counter(item.kind for item in removed))
-        click.echo(f"{store.path}: {counts} {'would be removed' if dry_run else 'removed'}")
+        counts = _counts(removed)
+        click.echo(f"{folder}: {counts} {'would be removed' if dry_run else 'removed'}")
     if failures:
         raise ConfigError(f"{counted(len(failures), 'file')} could not be removed: {', '.join(failures[:3])}")
 
@@ -384,9 +390,3 @@ def _tidy(folder: Path) -> None:
         if inner != folder:
             with contextlib.suppress(OSError):  # not empty
                 inner.rmdir()
-
-
-def _restore(store: PersistentCache) -> None:
-    """Restore files that a killed command had renamed aside."""
-    for folder, _ in [] if store.path is None else _folders(store.path):
-        restore_aside(store.path or folder, folder)

@@ -7,11 +7,11 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.status import SearchState
+from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.examples import guessed_integers
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.utils.error_text import printable
@@ -40,28 +40,26 @@ class TuneOutcome:
         searches: Their searches; failed ones may be missing.
         has_entry: Whether a call has a saved configuration now.
         is_tuned: Whether it has one of a finished search, so that another run skips it without `--force`.
-        place: The cache folder.
+        store: The cache.
         seconds: Duration of all searches.
         budget: Seconds for each search.
         time: Seconds for all calls.
         not_started: The calls left when the time for all calls was over.
-        how_to_import: How to save the results that the cache folder did not take; empty if it took all.
     """
 
     calls: Sequence[Invocation[Any, Any]]
     searches: Sequence[AutotuneData]
     has_entry: Callable[[Invocation[Any, Any]], bool]
     is_tuned: Callable[[Invocation[Any, Any]], bool]
-    place: Path | None
+    store: PersistentCache
     seconds: float
     budget: float | None = None
     time: float | None = None
     not_started: Sequence[Invocation[Any, Any]] = ()
-    how_to_import: str = ""
 
     def lines(self) -> list[str]:
         """Return the summary: counts, reasons of unfinished searches, and how to continue."""
-        lines = (self._counts(), *self._reasons(), self.how_to_import, self._how_to_go_on())
+        lines = (self._counts(), *self._reasons(), self.store.how_to_import, self._how_to_go_on())
         return [printable(line) for line in lines if line]
 
     def _kinds(self) -> dict[str, list[Invocation[Any, Any]]]:
@@ -83,7 +81,7 @@ class TuneOutcome:
         kinds = self._kinds()
         parts = [f"{len(kinds[kind])} {words}" for kind, words in _KINDS.items() if kind in kinds]
         saved = [search for search in self.searches if not search.not_saved]
-        where = f"saved in {self.place}" if saved else "none saved yet"
+        where = f"saved in {self.store.path}" if saved else "none saved yet"
         if not saved and all(map(self.has_entry, self.calls)):
             where = "the saved configurations stay; --force tunes again"
         return f"{counted(len(self.calls), 'call')} in {self.seconds:.1f} s: {', '.join(parts)}; {where}"

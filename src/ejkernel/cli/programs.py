@@ -306,23 +306,19 @@ def _told(error: Exception) -> str:
 
 
 def _check_program(target: str, returned: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    is_program = isinstance(returned, tuple) and len(returned) in (2, 3) and callable(returned[0])
-    if is_program and not isinstance(returned[1], tuple | list):
-        raise ArgumentError(
-            f"{target} must return the arguments as a tuple, e.g. `return step, (x,)`; got "
-            f"{type(returned[1]).__name__}."
-        )
-    if not is_program:
+    if not (isinstance(returned, tuple) and len(returned) in (2, 3) and callable(returned[0])):
         raise ArgumentError(
             f"{target} must return (callable, args) or (callable, args, kwargs), e.g. `return step, (x,)`; got "
             f"{_shape_of(returned)}."
         )
-    kwargs: dict[str, Any] = {}
-    if len(returned) == 3:
-        if not isinstance(returned[2], dict):
-            raise ArgumentError(f"{target} must return kwargs as a dictionary, got {_shape_of(returned[2])}.")
-        kwargs = returned[2]
-    return returned[0], tuple(returned[1]), dict(kwargs)
+    function, args, kwargs = (*returned, {})[:3]
+    if not isinstance(args, tuple | list):
+        raise ArgumentError(
+            f"{target} must return the arguments as a tuple, e.g. `return step, (x,)`; got {type(args).__name__}."
+        )
+    if not isinstance(kwargs, dict):
+        raise ArgumentError(f"{target} must return kwargs as a dictionary, got {_shape_of(kwargs)}.")
+    return function, tuple(args), dict(kwargs)
 
 
 def _shape_of(returned: Any) -> str:

@@ -29,9 +29,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *optional: str) 
     return text_table(header, rows, width=terminal_width(), optional=optional)
 
 
-def wrapped(text: str, indent: int = 0) -> str:
-    """Return a text wrapped to the terminal, without splitting words; further lines are indented."""
-    return formatting.wrapped(text, terminal_width(), indent)
+def wrapped(text: str) -> str:
+    """Return a text wrapped to the terminal, without splitting words."""
+    return formatting.wrapped(text, terminal_width())
 
 
 def echo_json(data: Any) -> None:

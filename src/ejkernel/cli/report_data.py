@@ -288,11 +288,14 @@ def _throughput(search: StoredSearch, measure_peak: bool) -> tuple[tuple[Through
     for name, seconds in (("with the heuristic", search.before), ("tuned", search.tuned)):
         if seconds is None or (name == "tuned" and search.is_kept and found):
             continue
-        tflops, gbytes = cost.flops / seconds * 1e-12, cost.bytes / seconds * 1e-9
-        reached = Throughput(name=name, tflops=tflops, gbytes=gbytes, intensity=intensity)
-        if peak is not None:
-            of_peak, limit = peak.seconds(cost) / seconds, peak.limit(intensity)
-            reached = dataclasses.replace(reached, of_peak=of_peak, limit=limit)
+        reached = Throughput(
+            name=name,
+            tflops=cost.flops / seconds * 1e-12,
+            gbytes=cost.bytes / seconds * 1e-9,
+            intensity=intensity,
+            of_peak=None if peak is None else peak.seconds(cost) / seconds,
+            limit="" if peak is None else peak.limit(intensity),
+        )
         found.append(reached)
     return tuple(found), peak
 

@@ -76,7 +76,8 @@ def run_report(options: ReportOptions) -> int:
     if options.as_json:
         report.echo_json([dataclasses.asdict(call) for call in calls])
     elif not calls:
-        click.echo(f"No saved configurations in {store.path}{_of(options.device)}.", err=True)
+        of = f" for a device with {options.device!r} in its name" if options.device else ""
+        click.echo(f"No saved configurations in {store.path}{of}.", err=True)
     elif options.form == "html":
         _write(options.place, page(calls, str(store.path)))
         click.echo(f"{options.place.resolve()}: {counted(len(calls), 'call')}")
@@ -98,10 +99,6 @@ def _write(file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{file} cannot be written ({error.strerror}); choose another file with --output.") from error
-
-
-def _of(device: str) -> str:
-    return f" for a device with {device!r} in its name" if device else ""
 
 
 def _of_device(calls: Sequence[CallReport], device: str) -> list[CallReport]:
@@ -150,15 +147,12 @@ def _two_sides(options: ReportOptions, store: PersistentCache) -> tuple[Named, N
     here = printable(store.path)
     if options.against == PREVIOUS:
         newest, before = calls_of(store, newest=0), calls_of(store, newest=1)
-        sides = (f"{here}, the previous searches", before), (f"{here}, the newest searches", newest)
-    else:
-        after = calls_of(store)
-        if options.against:
-            other = opened(Path(options.against), alone=True)
-            sides = (printable(other.path), calls_of(other)), (here, after)
-        else:
-            sides = (here, after), (here, after)
-    return sides
+        return (f"{here}, the previous searches", before), (f"{here}, the newest searches", newest)
+    after = here, calls_of(store)
+    if not options.against:
+        return after, after
+    other = opened(Path(options.against), alone=True)
+    return (printable(other.path), calls_of(other)), after
 
 
 def page(calls: Sequence[CallReport], place: str = "") -> str:
@@ -192,11 +186,7 @@ def _gains(calls: Sequence[CallReport]) -> list[tuple[str, str, str]]:
     newest = steps_of(calls)
     is_one = len({device for _, device in newest}) < 2
     steps = [
-        (
-            f"step of {printable(target)}{'' if is_one else f' on {device}'}",
-            step.times,
-            how,
-        )
+        (f"step of {printable(target)}{'' if is_one else f' on {device}'}", step.times, how)
         for (target, device), step in newest.items()
     ]
     return steps or [_gain_of_calls(calls)]

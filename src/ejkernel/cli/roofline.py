@@ -24,7 +24,6 @@ class Dot:
         intensity: Floating-point operations per byte.
         tflops: Throughput tuned.
         before_tflops: Throughput with the heuristic; `None` if it was not measured.
-        x, after, before: Their places in the picture.
     """
 
     number: int
@@ -32,9 +31,6 @@ class Dot:
     intensity: float
     tflops: float
     before_tflops: float | None
-    x: float = 0.0
-    after: float = 0.0
-    before: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,17 +111,7 @@ def _roofline(device: str, peak: Peak, dots: Sequence[Dot]) -> Roofline:
     ridge = 1e3 * peak.tflops / peak.gbytes
     x_ends = _ends([ridge, *(dot.intensity for dot in dots)])
     heights = [peak.tflops, *(dot.tflops for dot in dots), *(dot.before_tflops or dot.tflops for dot in dots)]
-    empty = Roofline(device, peak, (), x_ends, _ends(heights))
-    placed = tuple(
-        dataclasses.replace(
-            dot,
-            x=empty.x_at(dot.intensity),
-            after=empty.y_at(dot.tflops),
-            before=None if dot.before_tflops is None else empty.y_at(dot.before_tflops),
-        )
-        for dot in dots
-    )
-    return dataclasses.replace(empty, dots=placed)
+    return Roofline(device, peak, tuple(dots), x_ends, _ends(heights))
 
 
 def _ends(values: Sequence[float]) -> tuple[int, int]:

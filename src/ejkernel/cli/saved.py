@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ejkernel.cli.outcome import doubled
@@ -14,7 +14,7 @@ from ejkernel.ops.autotuner.tasks.task import SharedCall, shares_of
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.status import SearchProgress, SearchState
 from ejkernel.ops.config.entries import StoredEntry, differences, space_digest, standing
-from ejkernel.ops.config.policy import Action
+from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.declared_names import config_type_of
 from ejkernel.ops.core.invocation import Invocation
@@ -34,17 +34,18 @@ class SavedCalls:
     chain: ConfigSelectorChain[Any, Any]
 
     @property
-    def _cache(self) -> Any:
+    def _cache(self) -> PersistentCache:
+        assert self.chain.persistent is not None  # see the class
         return self.chain.persistent
 
     def has_entry(self, inv: Invocation[Any, Any]) -> bool:
         """Return whether a call has a saved configuration that it uses."""
-        return any(action == "use" for _, action in self._entries(inv))
+        return self.in_force(inv) is not None
 
     def in_force(self, inv: Invocation[Any, Any]) -> tuple[Any, StoredEntry] | None:
         """Return the saved configuration that a call uses, with its entry."""
         kernel = kernel_of(inv)
-        for config, entry in self._cache.on_disk().found(inv.key, config_type_of(inv, kernel)):
+        for config, entry in self._entries(inv):
             if standing(self.chain.policy.stale, entry, kernel, inv)[0] == "use":
                 return None if why_not_run(kernel, inv, config) else (config, entry)
         return None
@@ -56,10 +57,10 @@ class SavedCalls:
 
     def is_tuned(self, inv: Invocation[Any, Any]) -> bool:
         """Return whether the search of a call is complete; a partial search continues."""
-        entry = next((entry for entry, action in self._entries(inv) if action == "use"), None)
-        if entry is None:
+        found = self.in_force(inv)
+        if found is None:
             return False
-        progress = SearchProgress.stored_in(entry.measured)
+        progress = SearchProgress.stored_in(found[1].measured)
         return progress is None or progress.state.is_finished
 
     def are_tuned(self, calls: Sequence[SharedCall]) -> bool:
@@ -79,13 +80,13 @@ class SavedCalls:
         A finished search is not enough: its entry may have been removed, or the call may share its configuration with
         other calls now, so that all of them must be tuned together.
         """
-        actions = [action for _, action in self._entries(inv)]
-        if actions and "use" not in actions:
+        has_entry = self.has_entry(inv)
+        if not has_entry and any(True for _ in self._entries(inv)):
             return "stale"
         progress = self.chain.store.progress(inv.key)
         if progress is None:
-            return "saved" if actions else "no"
-        if progress.state.is_finished and not actions:
+            return "saved" if has_entry else "no"
+        if progress.state.is_finished and not has_entry:
             return "no (entry removed)"
         return "no (tuned alone)" if progress.state.is_finished and not is_done else progress.in_words
 
@@ -119,15 +120,9 @@ class SavedCalls:
                 f"again, for up to {again} s per call. A less busy machine helps more."
             )
 
-    def _entries(self, inv: Invocation[Any, Any]) -> Iterator[tuple[StoredEntry, Action]]:
-        """Yield the readable entries of a call, each with its action under the stale policy, or `refuse` if it fails.
-
-        An entry that could not be written is none: it ends with this process.
-        """
-        kernel = kernel_of(inv)
-        for config, entry in self._cache.on_disk().found(inv.key, config_type_of(inv, kernel)):
-            fails = why_not_run(kernel, inv, config)
-            yield entry, "refuse" if fails else standing(self.chain.policy.stale, entry, kernel, inv)[0]
+    def _entries(self, inv: Invocation[Any, Any]) -> Iterable[tuple[Any, StoredEntry]]:
+        """Return the readable entries of a call; one that could not be written is none: it ends with this process."""
+        return self._cache.on_disk().found(inv.key, config_type_of(inv, kernel_of(inv)))
 
     def _measured(self, inv: Invocation[Any, Any]) -> dict[str, Any]:
         entry = self._cache.load(inv.key)

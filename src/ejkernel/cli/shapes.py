@@ -10,7 +10,6 @@ kernel with the same `set` share a configuration. `kwargs`, `weight` and `set` a
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -40,14 +39,6 @@ _LONG: Final = {"bf": "bfloat", "f": "float", "u": "uint", "i": "int"}
 _FIELDS: Final = {"kernel", "args", "kwargs", "weight", "set"}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Line:
-    """A call of the file, and the name of its set."""
-
-    call: SharedCall
-    named: str
-
-
 def calls_of_shapes(path: Path) -> Found:
     """Return the calls of a file, in sets that share a configuration.
 
@@ -58,11 +49,11 @@ def calls_of_shapes(path: Path) -> Found:
     calls: dict[ConfigKey, Invocation[Any, Any]] = {}
     for number, text in _lines(path):
         try:
-            line = _call(text)
-            calls.setdefault(line.call.inv.key, line.call.inv)  # `key` raises if arguments do not fit the kernel
+            call, named = _call(text)
+            calls.setdefault(call.inv.key, call.inv)  # `key` raises if arguments do not fit the kernel
         except (EjkernelError, ValueError, TypeError) as error:
             raise ArgumentError(f"{path}, line {number}: {error}") from error
-        sets.setdefault((line.call.inv.op_id_v, line.named), []).append(line.call)
+        sets.setdefault((call.inv.op_id_v, named), []).append(call)
     if not sets:
         raise ArgumentError(f"{path} has no calls; write one call per line, e.g. {_EXAMPLE}.")
     merged = tuple(tuple(merged_calls(each)) for each in sets.values())
@@ -89,7 +80,7 @@ def call_of_types(kernel: str, types: Sequence[str], kwargs: str | None) -> Invo
     except SerializationError as error:
         raise ArgumentError(f"--kwargs must be JSON such as '{{\"causal\": true}}', got {kwargs!r}.") from error
     try:
-        inv: Invocation[Any, Any] = _call(json.dumps({"kernel": kernel, "args": types, "kwargs": options})).call.inv
+        inv: Invocation[Any, Any] = _call(json.dumps({"kernel": kernel, "args": types, "kwargs": options}))[0].inv
         _ = inv.key  # raises if the arguments do not fit the kernel
     except (EjkernelError, ValueError, TypeError) as error:
         options_given = "" if kwargs is None else f" with {kwargs}"
@@ -114,7 +105,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-def _call(text: str) -> _Line:
+def _call(text: str) -> tuple[SharedCall, str]:
+    """Return the call of a line, and the name of its set."""
     data: Any = parse_json(text)
     if not isinstance(data, dict):
         raise ArgumentError(f"a call must be a JSON object, e.g. {_EXAMPLE}; got {text.strip()[:80]}")
@@ -132,7 +124,7 @@ def _call(text: str) -> _Line:
         raise ArgumentError("kwargs contain cfg, so nothing is left to tune; leave it out.")
     given, options = prepared(kernel, tuple(map(_value, args)), {name: _value(v) for name, v in kwargs.items()})
     inv: Invocation[Any, Any] = Invocation(kernel=kernel, args=given, kwargs=options)
-    return _Line(SharedCall(inv=inv, weight=weight), named)
+    return SharedCall(inv=inv, weight=weight), named
 
 
 _KINDS: Final = {list: "a list", dict: "an object", str: "a string"}

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,18 +26,6 @@ from ejkernel.ops.utils.formatting import arguments, compact, counted
 _SHOWN: Final = 50  # rows of a table; `--json` prints all
 
 
-@contextlib.contextmanager
-def _config_errors() -> Iterator[None]:
-    """Raise errors of disk or network as `ConfigError`; decorates the commands."""
-    try:
-        yield
-    except (EjkernelError, BrokenPipeError):  # a broken pipe is that of the output
-        raise
-    except OSError as error:
-        raise ConfigError(str(error)) from error
-
-
-@_config_errors()
 def run_push(url: str, cache: Path | None, *, merge: bool, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache push`."""
     folder = _folder(cache)
@@ -51,7 +38,6 @@ def run_push(url: str, cache: Path | None, *, merge: bool, dry_run: bool, as_jso
         click.echo(f"{target}: {counted(fewer, 'pack')} fewer", err=True)
 
 
-@_config_errors()
 def run_pull(url: str, cache: Path | None, *, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache pull`: into the folder or, without a URL, only into the copies of the layers."""
     folder = _folder(cache, may_be_new=True)
@@ -74,7 +60,6 @@ def run_pull(url: str, cache: Path | None, *, dry_run: bool, as_json: bool) -> N
         raise ConfigError("; ".join(problems))
 
 
-@_config_errors()
 def run_merge(sources: Sequence[str], cache: Path | None, *, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache merge`."""
     folder = _folder(cache, may_be_new=True)
@@ -87,7 +72,6 @@ def run_merge(sources: Sequence[str], cache: Path | None, *, dry_run: bool, as_j
     _print(found, target, dry_run=dry_run, as_json=as_json, searches=searches)
 
 
-@_config_errors()
 def run_prune_shared(url: str, cache: Path | None, wanted: Wanted, *, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache prune URL`: repair a shared cache, then remove `wanted` entries and merge its packs.
 
@@ -108,7 +92,6 @@ def run_prune_shared(url: str, cache: Path | None, wanted: Wanted, *, dry_run: b
     click.echo(f"{target}: {_entries(found.entries)} {verb}{damaged}; {counted(found.packs, 'pack')} fewer")
 
 
-@_config_errors()
 def run_diff(one: str, other: str, cache: Path | None, *, as_json: bool) -> int:
     """Run `ejkernel cache diff`; return 1 if the places differ."""
     folder = _folder(cache)
@@ -117,7 +100,14 @@ def run_diff(one: str, other: str, cache: Path | None, *, as_json: bool) -> int:
     back = plan([ours], theirs).steps
     missing = [step for step in back if step.ours is None]
     if as_json:
-        report.echo_json({"left": str(ours), "right": str(theirs), **_sides(found, missing)})
+        data = {
+            "left": str(ours),
+            "right": str(theirs),
+            "only_left": [step.theirs.key for step in missing],
+            "only_right": [step.theirs.key for step in found if step.ours is None],
+            "differing": [_as_data(step) for step in found if step.ours is not None],
+        }
+        report.echo_json(data)
     else:
         rows = sorted([*(_row(step) for step in found), *(_row(step, only_left=True) for step in missing)])
         _table(("device", "operation", "arguments", "left", "right", "better", "why"), rows)
@@ -148,20 +138,16 @@ def _print(found: Plan, target: Place, *, dry_run: bool, as_json: bool, searches
         data |= {} if searches is None else {"searches": searches}
         report.echo_json(data | {"conflicts": [_as_data(step) for step in found.conflicts]})
         return
-    _conflicts(found)
+    if found.conflicts:
+        rows = [(*_row(step)[:5], step.verdict.why, _stays(step)) for step in found.conflicts]
+        _table(("device", "operation", "arguments", "ours", "theirs", "why", "stays"), rows)
+        click.echo(f"{counted(len(rows), 'conflict')}: neither configuration is known to be better", err=True)
     would = "would be " if dry_run else ""
     more = "" if searches is None else f"; {counted(searches, 'search', 'searches')} {would}added"
     click.echo(
         f"{target}: {_entries(counts['added'])} {would}added, {counts['replaced']} {would}replaced by better entries; "
         f"{counts['kept']} better entries kept, {counts['same']} identical{more}"
     )
-
-
-def _conflicts(found: Plan) -> None:
-    if found.conflicts:
-        rows = [(*_row(step)[:5], step.verdict.why, _stays(step)) for step in found.conflicts]
-        _table(("device", "operation", "arguments", "ours", "theirs", "why", "stays"), rows)
-        click.echo(f"{counted(len(rows), 'conflict')}: neither configuration is known to be better", err=True)
 
 
 def _row(step: Step, *, only_left: bool = False) -> tuple[str, ...]:
@@ -186,14 +172,6 @@ def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
         click.echo(report.table(header, rows[:_SHOWN], "device", "arguments"))
     if len(rows) > _SHOWN:
         click.echo(f"... and {len(rows) - _SHOWN} more (--json prints all)")
-
-
-def _sides(found: Sequence[Step], missing: Sequence[Step]) -> dict[str, Any]:
-    return {
-        "only_left": [step.theirs.key for step in missing],
-        "only_right": [step.theirs.key for step in found if step.ours is None],
-        "differing": [_as_data(step) for step in found if step.ours is not None],
-    }
 
 
 def _as_data(step: Step) -> dict[str, Any]:

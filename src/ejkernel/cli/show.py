@@ -113,13 +113,9 @@ def _cells(entry: StoredEntry) -> tuple[str, ...]:
         *entry.key,
         arguments(entry.call),
         compact(entry.config),
-        _result_of(entry),
+        stored_in_brief(entry.measured, entry.speedup),
         entry.time,
     )
-
-
-def _result_of(entry: StoredEntry) -> str:
-    return stored_in_brief(entry.measured, entry.speedup)
 
 
 def _open_cells(search: StoredSearch) -> tuple[str, ...]:
@@ -136,7 +132,7 @@ def _in_full(entry: StoredEntry) -> str:
         ("configuration", compact(entry.config)),
         ("type", entry.config_type),
         ("device", device),
-        ("speed-up", _result_of(entry)),
+        ("speed-up", stored_in_brief(entry.measured, entry.speedup)),
         ("search", stored_in_words(entry.measured)),
         *([("heuristic", _median(measured["heuristic"]))] if "heuristic" in measured else []),
         *([("winner", _winner(entry, measured["winner"]))] if "winner" in measured else []),

@@ -40,6 +40,36 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TuneOptions:
+    """The options of `ejkernel tune`; see its help."""
+
+    target: str = ""
+    cache: Path | None = None
+    budget: float | None = None
+    time: float | None = None
+    force: bool = False
+    undecided: bool = False
+    dry_run: bool = False
+    as_json: bool = False
+    verbose: bool = False
+    imports: tuple[str, ...] = ()
+    missed: bool = False
+    bundle: Path | None = None
+    shapes: Path | None = None
+    in_process: bool = False
+    devices: int = 1
+    mesh_devices: int | None = None
+    ray: str | None = None
+    compile_processes: int | None = None
+    check_step: bool | None = None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether only another machine has the devices of the program."""
+        return self.ray is not None or self.mesh_devices is not None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """The source of the calls: exactly one of the first five attributes, or `bundle` and `shapes`.
 

@@ -149,74 +149,61 @@ def choose(winners: Sequence[Winner], before: Build, make: Make, left: Callable[
         left: Returns the seconds left.
     """
     configs = {winner.key: winner.before for winner in winners}
-    builds = [before]
+    builds, seconds = [before], before.first
     try:
         builds.append(make(_AFTER, configs | {winner.key: winner.after for winner in winners}))
     except FAILS as error:
-        search = _Search(before, before.first, configs, f"does not run: {first_line(error)}")
+        together = f"does not run: {first_line(error)}"
     else:
         found = _race(builds, left())
         if not is_slower(found.over[_BEFORE]):
             undecided = _may_be_slower(found.over[_BEFORE])
             return dataclasses.replace(_answer_of(found), undecided=undecided, mapping=of_mapping(builds))
-        search = _Search(before, found.seconds[_BEFORE], configs, _slowed(found, _AFTER))
+        seconds, together = found.seconds[_BEFORE], _slowed(found, _AFTER)
+    answer = Answer(before=seconds, after=seconds, over={"median": 1.0, "low": 1.0, "high": 1.0})
     if len(winners) == 1:
-        search.drop(winners[0], f"with it {search.together}")
+        why = _why_dropped(winners[0], f"with it {together}")
+        answer = dataclasses.replace(answer, dropped={winners[0].key: why})
     else:
-        say(f"with all of them the step {search.together}; adding them one at a time")
-        for winner in sorted(winners, key=lambda winner: -winner.gain):
-            search.add(winner, make, left)
-    return dataclasses.replace(search.answer, dropped=search.dropped, mapping=of_mapping(builds))
+        say(f"with all of them the step {together}; adding them one at a time")
+        answer = _one_by_one(winners, before, make, left, answer, together)
+    return dataclasses.replace(answer, mapping=of_mapping(builds))
+
+
+def _one_by_one(
+    winners: Sequence[Winner], before: Build, make: Make, left: Callable[[], float], answer: Answer, together: str
+) -> Answer:
+    """Return the comparison with the winners that do not slow the step; `together`: how all of them do."""
+    configs, best, dropped = {winner.key: winner.before for winner in winners}, before, dict[ConfigKey, str]()
+    for winner in sorted(winners, key=lambda winner: -winner.gain):
+        if left() <= 0:
+            why = f"with all new configurations {together}; no time was left to try this one alone"
+            dropped[winner.key] = _why_dropped(winner, why)
+            continue
+        try:
+            build = make(_NEXT, configs | {winner.key: winner.after})
+        except FAILS as error:
+            dropped[winner.key] = _why_dropped(winner, f"with it does not run: {first_line(error)}")
+            continue
+        found = _race([before, *([] if best is before else [best]), build], left())
+        if any(map(_may_be_slower, found.over.values())):
+            dropped[winner.key] = _why_dropped(winner, f"with it {_slowed(found, _NEXT)}")
+            continue
+        build.name = _KEPT
+        best, answer = build, _answer_of(found)
+        configs[winner.key] = winner.after
+    return dataclasses.replace(answer, dropped=dropped)
+
+
+def _why_dropped(winner: Winner, why: str) -> str:
+    alone = "" if winner.alone is None else f"{ratio(winner.alone)} by itself, but "
+    return f"{alone}the step {why}"
 
 
 def _answer_of(found: Comparison) -> Answer:
     """Return the comparison of `before` with the reference."""
     over, before = found.over[_BEFORE], found.seconds[_BEFORE]
     return Answer(before=before, after=before / over["median"], over=over, rounds=found.rounds)
-
-
-class _Search:
-    """The search for the winners that do not slow the step.
-
-    Attributes:
-        before: The step without winners.
-        configs: The configurations kept so far.
-        together: The result of the step with all winners.
-        best: The step with the winners kept so far.
-        answer: Its comparison.
-        dropped: Why the other winners were dropped.
-    """
-
-    def __init__(self, before: Build, seconds: float, configs: dict[ConfigKey, Any], together: str) -> None:
-        self.before, self.configs, self.together = before, configs, together
-        self.best = before
-        self.answer = Answer(before=seconds, after=seconds, over={"median": 1.0, "low": 1.0, "high": 1.0})
-        self.dropped: dict[ConfigKey, str] = {}
-
-    def add(self, winner: Winner, make: Make, left: Callable[[], float]) -> None:
-        """Keep a winner if the step gets no slower."""
-        if why := self._why_not_added(winner, make, left):
-            self.drop(winner, why)
-
-    def _why_not_added(self, winner: Winner, make: Make, left: Callable[[], float]) -> str:
-        if left() <= 0:
-            return f"with all new configurations {self.together}; no time was left to try this one alone"
-        configs = self.configs | {winner.key: winner.after}
-        try:
-            build = make(_NEXT, configs)
-        except FAILS as error:
-            return f"with it does not run: {first_line(error)}"
-        found = _race([self.before, *([] if self.best is self.before else [self.best]), build], left())
-        if any(map(_may_be_slower, found.over.values())):
-            return f"with it {_slowed(found, _NEXT)}"
-        build.name = _KEPT
-        self.best, self.configs, self.answer = build, configs, _answer_of(found)
-        return ""
-
-    def drop(self, winner: Winner, why: str) -> None:
-        """Drop a winner."""
-        alone = "" if winner.alone is None else f"{ratio(winner.alone)} by itself, but "
-        self.dropped[winner.key] = f"{alone}the step {why}"
 
 
 def _race(builds: Sequence[Build], seconds: float) -> Comparison:

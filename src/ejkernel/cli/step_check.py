@@ -11,12 +11,12 @@ import dataclasses
 import datetime
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from ejkernel.cli.files import Found
 from ejkernel.cli.programs import Program, with_cache
 from ejkernel.cli.saved import SavedCalls
+from ejkernel.cli.sources import TuneOptions
 from ejkernel.cli.step import FAILS, Answer, Question, Winner, compare_step, first_line
 from ejkernel.ops.autotuner.trials.candidates import heuristic_of, is_in
 from ejkernel.ops.autotuner.trials.programs import are_same
@@ -28,16 +28,18 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of, kernel_of
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.error_text import printable
-from ejkernel.ops.utils.formatting import arguments
+from ejkernel.ops.utils.formatting import arguments, size
 from ejkernel.ops.utils.storage.serialize import to_data
 
 _SHARE: Final = 0.2  # of the time for all calls, but at least 30 s, and at most half of it
 _LEAST_SHARE: Final = 30.0
 _OF_SEARCHES: Final = 0.25  # of the time of the searches, but at least a minute
 _LEAST: Final = 60.0
+_MOST_DRAWN: Final = 1 << 30  # bytes of random arguments: a program given by types alone may be too large to run
 _STUCK: Final = 600.0  # seconds, and ten times those allowed, after which the worker is ended
 
 _NOTHING_BEFORE: Final = "the configurations before, e.g. the heuristic's, fail"
+_ELSEWHERE: Final = " on a machine with its devices"
 _STAYS: Final = "Each new configuration won by itself and stays saved"
 
 Entries = Mapping[ConfigKey, tuple[Any, StoredEntry]]
@@ -113,45 +115,55 @@ class StepCheck:
     """The comparison of the step after the searches of a program's calls.
 
     Attributes:
+        options: The options of the command.
         program: The program.
         found: Its calls.
         saved: Their entries.
-        cache: The cache folder, as typed.
-        insists: Whether the user asked for the comparison.
-        why_not: Why the step does not run; empty if it does.
-        elsewhere: Whether only another machine has its devices.
-        in_process: Whether to run the step in this process.
         earlier: The configurations before the searches.
     """
 
+    options: TuneOptions
     program: Program
     found: Found
     saved: SavedCalls
-    cache: Path | None
-    insists: bool
-    why_not: str
-    elsewhere: bool
-    in_process: bool
     earlier: Entries
 
-    def run(self, seconds: float, allowed: float | None) -> Checked | None:
+    @property
+    def why_not(self) -> str:
+        """Why the step does not run here; empty if it may."""
+        if self.options.ray:
+            return "the workers of Ray have the devices"
+        if self.options.mesh_devices is not None:
+            return "this machine may lack the devices of its mesh"
+        if self.found.drawn_bytes > _MOST_DRAWN and not self.options.check_step:
+            return f"random arrays for its arguments, which are types, would take {size(self.found.drawn_bytes)}"
+        return ""
+
+    @property
+    def share(self) -> float:
+        """The seconds of `--time` that the comparison may need."""
+        whole = self.options.time
+        return 0.0 if whole is None or self.why_not else max(_SHARE * whole, min(_LEAST_SHARE, whole / 2))
+
+    def run(self, seconds: float) -> Checked | None:
         """Compare the step and drop the configurations that slow it; `None` without a new configuration.
 
         Args:
             seconds: Duration of the searches.
-            allowed: Seconds for the comparison; by default a share of `seconds`.
         """
         winners = tuple(self._winners())
         if not winners:
             return None
         winners = tuple(winner for winner in winners if winner.before is not None) or winners
+        whole = self.options.time
+        allowed = max(seconds * _OF_SEARCHES, _LEAST) if whole is None else whole - seconds
         question = Question(
             program=self.program,
-            cache=self.cache,
+            cache=self.options.cache,
             winners=winners,
-            end=time.monotonic() + (max(seconds * _OF_SEARCHES, _LEAST) if allowed is None else allowed),
-            why_short="which is long beside the searches" if allowed is None else "which is more than --time leaves",
-            insists=self.insists,
+            end=time.monotonic() + allowed,
+            why_short="which is long beside the searches" if whole is None else "which is more than --time leaves",
+            insists=self.options.check_step is True,
         )
         fails = winners[0].before is None
         why_not = _NOTHING_BEFORE if fails else self.why_not
@@ -176,12 +188,13 @@ class StepCheck:
 
     @property
     def _advice(self) -> str:
-        where = " on a machine with its devices" if self.elsewhere else "" if self.insists else " or --check-step"
-        return f"{_STAYS}; `ejkernel bench {with_cache(self.program.target, self.cache)}`{where} compares the step."
+        where = "" if self.options.check_step else " or --check-step"
+        where = _ELSEWHERE if self.options.is_elsewhere else where
+        return f"{_STAYS}; `{_bench(self.program, self.options)}`{where} compares the step."
 
     def _ask(self, question: Question) -> Answer:
         try:
-            if self.in_process:
+            if self.options.in_process:
                 return compare_step(question)
             return _asked_elsewhere(question)
         except FAILS as error:
@@ -238,11 +251,6 @@ class StepCheck:
         return own | {name: measured[name] for name in ("search", "space") if name in own and name in measured}
 
 
-def step_seconds(whole: float) -> float:
-    """Return the part of a time for all calls that the comparison of the step may take."""
-    return max(_SHARE * whole, min(_LEAST_SHARE, whole / 2))
-
-
 def _asked_elsewhere(question: Question) -> Answer:
     """Return the answer of a new process, with memory as at the start of a program."""
     from ejkernel.ops.autotuner.process.supervisor import WorkerStatus
@@ -277,24 +285,20 @@ def _saved_seconds(entry: StoredEntry) -> float:
     return found / 1e6 * (1 - 1 / entry.speedup) if found is not None and entry.speedup else 0.0
 
 
-def step_lines(checked: Checked | None) -> list[str]:
-    """Return the command's last words about the step; `None` if no call has a new configuration."""
-    return ["step: unchanged, because no call has a new configuration"] if checked is None else checked.lines()
-
-
-def not_compared(
-    result: AutotuningResult, program: Program | None, cache: Path | None, *, elsewhere: bool
-) -> list[str]:
+def not_compared(result: AutotuningResult, program: Program | None, options: TuneOptions) -> list[str]:
     """Return the line after `--no-check-step` and without a program; none if no call has a faster configuration."""
     if all(search.is_kept for search in result.searches):
         return []
     if program is None:
-        command = f"`ejkernel tune {with_cache('MODULE:FUNCTION', cache)} --check-step`"
+        command = f"`ejkernel tune {with_cache('MODULE:FUNCTION', options.cache)} --check-step`"
         how = f"{command} drops configurations that slow a step"
     else:
-        where = " on a machine with its devices" if elsewhere else ""
-        how = f"`ejkernel bench {with_cache(program.target, cache)}`{where} compares it"
+        how = f"`{_bench(program, options)}`{_ELSEWHERE if options.is_elsewhere else ''} compares it"
     return [f"step not compared: a speed-up is that of a call by itself; {how}."]
+
+
+def _bench(program: Program, options: TuneOptions) -> str:
+    return f"ejkernel bench {with_cache(program.target, options.cache)}"
 
 
 def settled(result: AutotuningResult, checked: Checked | None) -> AutotuningResult:

@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -19,7 +20,7 @@ _DROPPING: Final = 4  # rounds that drop many candidates, so that their time say
 
 
 @dataclasses.dataclass(slots=True)
-class _Rounds:
+class Rounds:
     """The rounds of one measurement.
 
     Attributes:
@@ -41,18 +42,32 @@ class _Rounds:
             return None
         return (self.now - self.began) / self.samples * (event.planned - event.done) * event.candidates
 
+    def in_words(self, of: str = "") -> str:
+        """Return the time left in words; empty if the rounds say too little. See `TimeLeft.total` for `of`."""
+        left = self.left()
+        end = "" if self.event.is_confirmation else ", then confirming"
+        return "" if left is None else f", about {left:.0f} s left{of}{end}"
+
 
 @dataclasses.dataclass(slots=True)
 class _Search:
-    """The state of one search; times are in seconds of the clock."""
+    """The state of one search; times are in seconds of the clock.
+
+    Attributes:
+        operation: Its operation, or operation and direction.
+        began: When it began.
+        candidates: Number of its candidates.
+        done: Finished share of them.
+        ended: When it ended, if it has.
+        rounds: Its current measurement, if it has begun.
+    """
 
     operation: str
     began: float
     candidates: int = 1
     done: float = 0.0
-    compiled: float | None = None
     ended: float | None = None
-    rounds: _Rounds | None = None
+    rounds: Rounds | None = None
 
 
 class TimeLeft:
@@ -68,76 +83,53 @@ class TimeLeft:
         budget: Seconds for each search.
         limit: Seconds for all searches.
         measures: Whether candidates are measured after they are compiled; `finish` then ends a search.
+
+    Attributes:
+        count: Number of searches.
+        searches: The searches that have begun, in this order; several may run.
     """
 
     def __init__(
         self,
         operations: Sequence[str],
-        clock: Callable[[], float],
         *,
+        clock: Callable[[], float] = time.monotonic,
         budget: float | None = None,
         limit: float | None = None,
         measures: bool = True,
     ) -> None:
-        # Compiling or simulating a backward call may take a hundred times as long as its forward call.
-        self._family: Callable[[str], str] = _operation if measures else _direction
+        self._clock, self._budget, self.measures = clock, budget, measures
         self._operations = collections.Counter(map(self._family, operations))
-        self._clock, self._budget, self._measures = clock, budget, measures
         self._end = math.inf if limit is None else clock() + limit
-        self._searches: dict[ConfigKey, _Search] = {}
+        self.count, self.searches = len(operations), dict[ConfigKey, _Search]()
         self._together = 1  # searches that ran at the same time
 
     def step(self, key: ConfigKey, share: float, candidates: int = 1) -> None:
         """Note that a search has compiled this share of its candidates."""
-        now = self._clock()
-        search = self._searches.setdefault(key, _Search(self._family(key.op), now, candidates))
+        search = self.searches.setdefault(key, _Search(self._family(key.op), self._clock(), candidates))
         search.done = share
-        if share >= 1 and search.compiled is None:
-            search.compiled = now
-            if not self._measures:
-                search.ended = now
+        if share >= 1 and not self.measures:
+            self.finish(key)
         self._together = max(self._together, len(self._running()))
 
     def sample(self, event: RoundsFinished) -> None:
         """Note finished rounds of a search."""
-        now = self._clock()
-        search = self._searches.setdefault(event.key, _Search(self._family(event.key.op), now))
-        before = search.rounds
-        is_same = before is not None and before.event.is_confirmation == event.is_confirmation
-        if before is None or not is_same or event.done < before.event.done:
-            search.rounds = _Rounds(event, now, now, event.done * event.candidates)
+        search, now = self.searches.get(event.key), self._clock()
+        if search is None:  # a candidate has started it
             return
-        before.samples += (event.done - before.event.done) * event.candidates
-        before.event, before.now = event, now
+        rounds = search.rounds
+        is_same = rounds is not None and rounds.event.is_confirmation == event.is_confirmation
+        if rounds is None or not is_same or event.done < rounds.event.done:
+            search.rounds = Rounds(event, now, now, event.done * event.candidates)
+            return
+        rounds.samples += (event.done - rounds.event.done) * event.candidates
+        rounds.event, rounds.now = event, now
 
     def finish(self, key: ConfigKey) -> None:
         """Note the end of a search."""
-        search = self._searches.get(key)
+        search = self.searches.get(key)
         if search is not None and search.ended is None:
             search.ended, search.done = self._clock(), 1.0
-
-    def of_rounds(self, key: ConfigKey, of: str = "") -> str:
-        """Return the time left of a search's current measurement, in words; empty before its first round has ended.
-
-        Args:
-            key: The call.
-            of: See `total`.
-        """
-        rounds = self._searches[key].rounds if key in self._searches else None
-        left = None if rounds is None else rounds.left()
-        if rounds is None or left is None:
-            return ""
-        return f", about {left:.0f} s left{of}{'' if rounds.event.is_confirmation else ', then confirming'}"
-
-    def seconds_of_rounds(self, key: ConfigKey) -> float:
-        """Return the least seconds left of a search's measurements; 0 if its rounds say too little."""
-        rounds = self._searches[key].rounds if key in self._searches else None
-        return 0.0 if rounds is None else rounds.left() or 0.0
-
-    @property
-    def knows_calls(self) -> bool:
-        """Whether the time of all calls can be estimated, from searches that have ended."""
-        return self.of_all() is not None
 
     def total(self, of: str = "") -> str:
         """Return the time left of all searches, in words; empty if nothing is known about it.
@@ -145,48 +137,50 @@ class TimeLeft:
         Args:
             of: What the time is for, e.g. ` for all calls`, if the words should say so.
         """
-        running, count = self._running(), sum(self._operations.values())
-        if len(self._searches) >= count and not running:
+        running = self._running()
+        if len(self.searches) >= self.count and not running:
             return ""
         seconds = self.of_all()
         if seconds is not None:
             return f", about {max(min(seconds, self._end - self._clock()), 0.0):.0f} s left{of}"
         if self._budget is not None:
-            most = min(self._budget * (count - sum(search.done for search in running)), self._end - self._clock())
+            most = min(self._budget * (self.count - sum(search.done for search in running)), self._end - self._clock())
             words = f"{rounded(self._budget)} s per call, plus compiling and warming up"
             return f", about {most:.0f} s left{of} ({words})" if most > 0 else ""
-        return self._to_compile(running, of) if self._measures else ""
+        return self._to_compile(running, of) if self.measures else ""
 
     def of_all(self) -> float | None:
         """Return the seconds left of all searches; `None` if no search of some operation tells."""
-        if self._measures and all(search.ended is None for search in self._searches.values()):
+        if self.measures and all(search.ended is None for search in self.searches.values()):
             return None
-        unknown = self._operations - collections.Counter(search.operation for search in self._searches.values())
-        usual = self._usual if self._measures else self._usual_to_compile
+        unknown = self._operations - collections.Counter(search.operation for search in self.searches.values())
         parts = [self._left(search) for search in self._running()]
-        parts += [usual(operation) for operation in unknown.elements()]
+        parts += [self._usual(operation) for operation in unknown.elements()]
         known = [part for part in parts if part is not None]
         return sum(known) / self._together if len(known) == len(parts) else None
 
     def _usual(self, operation: str) -> float | None:
-        """Return the mean seconds of the ended searches of an operation; `None` without one."""
-        searches = [search for search in self._searches.values() if search.operation == operation]
-        ended = [search.ended - search.began for search in searches if search.ended is not None]
-        # A cheap call must not stand for all, so the budget counts as one more.
-        known = [*ended, *([] if self._budget is None else [self._budget])]
+        """Return the mean seconds of a search of an operation; `None` if no search tells."""
+        searches = [search for search in self.searches.values() if search.operation == operation]
+        if not self.measures:
+            each = self._of_candidate(operation)
+            return None if each is None else each * statistics.fmean(search.candidates for search in searches)
+        known = [search.ended - search.began for search in searches if search.ended is not None]
+        if self._budget is not None:  # a cheap call must not stand for all, so the budget counts as one more
+            known.append(self._budget)
         return statistics.fmean(known) if known else None
 
     def _to_compile(self, running: list[_Search], of: str) -> str:
         """Return the time of compiling the first searches, in words."""
-        known = [one for one in running if one.compiled is None and one.done >= ENOUGH]
-        if len(known) < len(running) or not known or len(self._searches) > len(running):
+        known = [one for one in running if ENOUGH <= one.done < 1]
+        if len(known) < len(running) or not known or len(self.searches) > len(running):
             return ""
         left = max((self._clock() - one.began) * (1 - one.done) / one.done for one in known)
         return f", about {left:.0f} s left{of} to compile"
 
     def _left(self, search: _Search) -> float | None:
         """Return the seconds left of a running search; `None` if neither its progress nor earlier searches tell."""
-        if not self._measures:
+        if not self.measures:
             each = self._of_candidate(search.operation)
             return None if each is None else each * search.candidates * (1 - search.done)
         usual, own = self._usual(search.operation), None if search.rounds is None else search.rounds.left()
@@ -196,27 +190,19 @@ class TimeLeft:
             return rest if own is None else own
         return max(own, rest)  # checks on new inputs precede the confirmation run
 
-    def _usual_to_compile(self, operation: str) -> float | None:
-        """Return the seconds of a call that has not begun, as large as the others of its operation on average."""
-        each = self._of_candidate(operation)
-        sizes = [search.candidates for search in self._searches.values() if search.operation == operation]
-        return None if each is None else each * statistics.fmean(sizes)
-
     def _of_candidate(self, operation: str) -> float | None:
         """Return the mean seconds of a finished candidate of an operation; `None` if too few have finished."""
-        known = [one for one in self._searches.values() if one.operation == operation and one.done >= ENOUGH]
+        known = [one for one in self.searches.values() if one.operation == operation and one.done >= ENOUGH]
         finished = sum(one.done * one.candidates for one in known)
         return sum((one.ended or self._clock()) - one.began for one in known) / finished if known else None
 
     def _running(self) -> list[_Search]:
-        return [search for search in self._searches.values() if search.ended is None]
+        return [search for search in self.searches.values() if search.ended is None]
 
+    def _family(self, op: str) -> str:
+        """Return the operation of a call, `rms_norm` for `rms_norm.bwd@v0`; without measurements with its direction.
 
-def _operation(op: str) -> str:
-    """Return the operation of a call, for forward and backward calls alike: `rms_norm` for `rms_norm.bwd@v0`."""
-    return _direction(op).partition(".")[0]
-
-
-def _direction(op: str) -> str:
-    """Return the operation and direction of a call: `rms_norm.bwd` for `rms_norm.bwd@v0`."""
-    return op.partition("@")[0]
+        Compiling or simulating a backward call may take a hundred times as long as its forward call.
+        """
+        name = op.partition("@")[0]
+        return name.partition(".")[0] if self.measures else name

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import signal
 import sys
@@ -25,8 +24,9 @@ from ejkernel.cli.outcome import TuneOutcome
 from ejkernel.cli.progress import bars
 from ejkernel.cli.saved import SavedCalls
 from ejkernel.cli.shares import most_first, share_of, tune_in_time
-from ejkernel.cli.sources import Source, find, find_by, find_in_worker
-from ejkernel.cli.step_check import Checked, StepCheck, not_compared, settled, step_lines, step_seconds
+from ejkernel.cli.sources import Source, TuneOptions, find, find_by, find_in_worker
+from ejkernel.cli.step_check import Checked, StepCheck, not_compared, settled
+from ejkernel.cli.time_left import TimeLeft
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.tasks.task import SharedCall, calls_in
 from ejkernel.ops.autotuner.trials.events import Event, SearchFinished, WorkerRestarted, on_event
@@ -39,43 +39,13 @@ from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, ConfigError, TuningError
 from ejkernel.ops.execution.offline import tune_together
-from ejkernel.ops.utils.formatting import counted, size
+from ejkernel.ops.utils.formatting import counted
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.fleet.ray_executor import RayExecutor
 
 
-_MOST_DRAWN: Final = 1 << 30  # bytes of random arguments: a program given by types alone may be too large to run
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TuneOptions:
-    """The options of `ejkernel tune`; see its help."""
-
-    target: str = ""
-    cache: Path | None = None
-    budget: float | None = None
-    time: float | None = None
-    force: bool = False
-    undecided: bool = False
-    dry_run: bool = False
-    as_json: bool = False
-    verbose: bool = False
-    imports: tuple[str, ...] = ()
-    missed: bool = False
-    bundle: Path | None = None
-    shapes: Path | None = None
-    in_process: bool = False
-    devices: int = 1
-    mesh_devices: int | None = None
-    ray: str | None = None
-    compile_processes: int | None = None
-    check_step: bool | None = None
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether only another machine has the devices of the program."""
-        return self.ray is not None or self.mesh_devices is not None
+_UNCHANGED: Final = "step: unchanged, because no call has a new configuration"
 
 
 def messages() -> Console:
@@ -144,7 +114,7 @@ def _find_and_tune(options: TuneOptions, source: Source, store: PersistentCache,
         _list(options, found, ConfigSelectorChain(ConfigCache(), store, policy=policy))
     else:
         _check_devices(options, found.device)
-        _print_counts(found)
+        _print(filter(None, [found.counts]))
         status = _tune_found(options, source, found, store, executor)
     if found.empty and not found.calls:
         raise TuningError(found.empty)
@@ -153,7 +123,7 @@ def _find_and_tune(options: TuneOptions, source: Source, store: PersistentCache,
 
 def _list(options: TuneOptions, found: Found, chain: ConfigSelectorChain[Any, Any]) -> None:
     saved = SavedCalls(chain)
-    done = {inv.key for inv in calls_in(filter(saved.are_tuned, _sets(found)))}
+    done = {inv.key for inv in calls_in(filter(saved.are_tuned, found.in_sets))}
     tuned = [saved.in_words(inv, is_done=inv.key in done) for inv in found.calls]
     if options.as_json:
         progress = [chain.store.progress(inv.key) for inv in found.calls]
@@ -161,7 +131,7 @@ def _list(options: TuneOptions, found: Found, chain: ConfigSelectorChain[Any, An
     else:
         click.echo(report.calls_as_text(found.calls, tuned, found.times))
     _print(saved.doubts(found.calls))
-    _print_counts(found)
+    _print(filter(None, [found.counts]))
 
 
 def _check_devices(options: TuneOptions, device: str) -> None:
@@ -185,41 +155,36 @@ def _tune_found(
     started = time.monotonic()
     result, not_started = _tune(options, chain, todo, found, check=check)
     seconds = time.monotonic() - started
-    checked = None if check is None else _checked(options, check, result, found, seconds)
+    checked = None if check is None else _checked(options, check, result, seconds)
     result = settled(result, checked)
     if options.as_json or result.searches or not todo:
         _print_result(options, result, checked, found)
-    failed, tried, tuned = 0, calls_in(todo), {inv.key for inv in calls_in(filter(saved.are_tuned, todo))}
+    failed, tried = 0, calls_in(todo)
     if tried:
+        tuned = {inv.key for inv in calls_in(filter(saved.are_tuned, todo))}
         outcome = TuneOutcome(
             calls=tried,
             searches=result.searches,
             has_entry=saved.has_entry,
             is_tuned=lambda inv: inv.key in tuned,
-            place=store.path,
+            store=store,
             seconds=seconds,
             budget=options.budget,
             time=options.time,
             not_started=calls_in(not_started),
-            how_to_import=store.how_to_import,
         )
         failed = outcome.failed
         _print(outcome.lines())
     _print(saved.doubts(tried, result.searches, options.budget))
     if check is None:
-        _print(not_compared(result, source.program, options.cache, elsewhere=options.is_elsewhere))
+        _print(not_compared(result, source.program, options))
     elif tried or checked is not None:
-        _print_step(options, checked)
+        lines = [_UNCHANGED] if checked is None else checked.lines()
+        click.echo("\n".join(map(report.wrapped, lines)), err=options.as_json)  # JSON contains them
     found.settle(saved.is_tuned)
     if todo and not result.searches:
         raise TuningError("no call could be tuned; the warnings above say why.")
-    has_entries = bool(result.searches) and all(map(saved.are_tuned, todo))
-    return 1 if failed or (todo and not len(result) and not has_entries) else 0
-
-
-def _print_step(options: TuneOptions, checked: Checked | None) -> None:
-    for line in step_lines(checked):  # JSON contains them
-        click.echo(report.wrapped(line), err=options.as_json)
+    return 1 if failed or not (len(result) or all(map(saved.are_tuned, todo))) else 0
 
 
 def _print_result(options: TuneOptions, result: AutotuningResult, checked: Checked | None, found: Found) -> None:
@@ -239,39 +204,17 @@ def _step_check(options: TuneOptions, source: Source, found: Found, saved: Saved
     is_wanted = found.device.startswith("cpu:") if options.check_step is None else options.check_step
     if source.program is None or not is_wanted:
         return None
-    return StepCheck(
-        program=source.program,
-        found=found,
-        saved=saved,
-        cache=options.cache,
-        insists=options.check_step is True,
-        why_not=_why_not_run(options, found),
-        elsewhere=options.is_elsewhere,
-        in_process=options.in_process,
-        earlier={inv.key: entry for inv in found.calls if (entry := saved.in_force(inv)) is not None},
-    )
+    earlier = {inv.key: entry for inv in found.calls if (entry := saved.in_force(inv)) is not None}
+    return StepCheck(options=options, program=source.program, found=found, saved=saved, earlier=earlier)
 
 
-def _why_not_run(options: TuneOptions, found: Found) -> str:
-    """Return why the step of a program does not run here; empty if it may."""
-    if options.ray:
-        return "the workers of Ray have the devices"
-    if options.mesh_devices is not None:
-        return "this machine may lack the devices of its mesh"
-    if found.drawn_bytes > _MOST_DRAWN and not options.check_step:
-        return f"random arrays for its arguments, which are types, would take {size(found.drawn_bytes)}"
-    return ""
-
-
-def _checked(
-    options: TuneOptions, check: StepCheck, result: AutotuningResult, found: Found, seconds: float
-) -> Checked | None:
+def _checked(options: TuneOptions, check: StepCheck, result: AutotuningResult, seconds: float) -> Checked | None:
     try:
         with _ended_like_ctrl_c():
-            return check.run(seconds, None if options.time is None else options.time - seconds)
+            return check.run(seconds)
     except KeyboardInterrupt:
         if result.searches:
-            click.echo(report.searches(result, verbose=options.verbose, times=found.times), err=True)
+            click.echo(report.searches(result, verbose=options.verbose, times=check.found.times), err=True)
         text = "stopped: the step is not compared. The new configurations stay saved; the next run compares it."
         _print([text])
         raise
@@ -292,7 +235,7 @@ def _calls_to_tune(options: TuneOptions, saved: SavedCalls, found: Found) -> lis
     """Return the sets of calls that need a search, and print how many need none."""
     todo: list[Sequence[SharedCall]] = []
     done: list[Sequence[SharedCall]] = []
-    for calls in _sets(found):
+    for calls in found.in_sets:
         is_done = not options.force and saved.are_tuned(calls)
         if is_done and options.undecided:
             is_done = not any(saved.is_undecided(call.inv) for call in calls)
@@ -330,21 +273,10 @@ def _processes(options: TuneOptions, device: str) -> int:
     return -(-usual_processes(Target.of(device)) // options.devices)
 
 
-def _print_counts(found: Found) -> None:
-    _print([found.counts] if found.counts else [])
-
-
 def _print(lines: Iterable[str]) -> None:
     console = messages()
     for line in lines:
         console.print(line, highlight=False)
-
-
-def _sets(found: Found) -> list[Sequence[SharedCall]]:
-    """Return the calls in sets that share a configuration; by default one call per set, forward calls first."""
-    if found.sets:
-        return list(found.sets)
-    return [[SharedCall(inv=inv)] for inv in sorted(found.calls, key=lambda inv: inv.direction != "fwd")]
 
 
 def _tune(
@@ -356,13 +288,16 @@ def _tune(
     check: StepCheck | None,
 ) -> tuple[AutotuningResult, list[Sequence[SharedCall]]]:
     """Return the results, and the sets of calls without a search."""
+    if not todo:
+        return AutotuningResult(found.device, ()), []
     # Finished searches, printed if Ctrl-C ends the others.
     console = messages()
     done: dict[ConfigKey, AutotuneData] = {}
     told: list[str] = []  # advice already given
-    for_step = _seconds_for_step(options, check)
+    for_step = 0.0 if check is None else check.share
     seconds = None if options.time is None else options.time - for_step
-    budget = chain.policy.budget_s if seconds is None else share_of(seconds, 1, max(len(todo), 1))
+    budget = chain.policy.budget_s if seconds is None else share_of(seconds, 1, len(todo))
+    operations = [calls[0].inv.op_id for calls in todo]
 
     def spare() -> float:
         return 0.0 if check is None or check.has_winners else for_step
@@ -378,14 +313,12 @@ def _tune(
 
     try:
         with (
-            bars(console, [calls[0].inv.op_id for calls in todo], "tuning", budget=budget, limit=options.time) as shown,
+            bars(console, TimeLeft(operations, budget=budget, limit=options.time), "tuning") as shown,
             on_event(note),
             contextlib.redirect_stdout(sys.stderr),
             _announcing_the_stop(console),
         ):
             more: dict[str, Any] = {"progress": shown.step, "compiled": found.compiled, "resume": not options.force}
-            if not todo:
-                return AutotuningResult(found.device, ()), []
             if seconds is not None:
                 return tune_in_time(seconds, chain, todo, more, spare)
             return tune_together(chain, todo, **more), []
@@ -394,11 +327,6 @@ def _tune(
             result = AutotuningResult(found.device, (), tuple(done.values()))
             click.echo(report.searches(result, verbose=options.verbose, times=found.times), err=True)
         raise
-
-
-def _seconds_for_step(options: TuneOptions, check: StepCheck | None) -> float:
-    """Return the seconds of `--time` that the comparison of the step may need."""
-    return 0.0 if options.time is None or check is None or check.why_not else step_seconds(options.time)
 
 
 def _advice(event: WorkerRestarted, told: list[str]) -> str:

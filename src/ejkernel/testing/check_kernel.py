@@ -105,12 +105,12 @@ def check_kernel(
                 f"{did_you_mean(unknown[0], GROUPS)}"
             )
     check_argument(isinstance(progress, bool) or callable(progress), "progress", "a bool or a function", progress)
-    scope = Scope(without=frozenset(without), unavailable=unavailable or {}, seed=seed)
+    scope = Scope(configs=configs, without=frozenset(without), unavailable=unavailable or {}, seed=seed)
     tell = progress if callable(progress) else to_stderr
     shown = scope.steps.shown(lambda line: tell(f"check_kernel {kernel.op_id_v}, {line}"))
     # A new thread is outside the caller's traces and meshes; its settings are carried over.
     with reported_crashes(), shown if progress else contextlib.nullcontext():
-        report = on_measuring_thread(without_exits()(lambda: checked(kernel, args, kwargs, configs, scope)))
+        report = on_measuring_thread(without_exits()(lambda: checked(kernel, args, kwargs, scope)))
     if strict:
         report.raise_if_failed()
     return report

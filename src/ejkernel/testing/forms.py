@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 import pickle  # noqa: TID251 - only unpickles a copy of this process's kernel, as worker processes do
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -25,14 +24,11 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import EjkernelError
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor
-from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.values.signature import is_inexact
 from ejkernel.testing.numbers import Numbers
-from ejkernel.testing.programs import Arrays, Results, compiled
-from ejkernel.testing.rows import HOW_TO_REFUSE, CheckRow, compared, error_line, refusal, row
+from ejkernel.testing.programs import Results, compiled
+from ejkernel.testing.rows import HOW_TO_REFUSE, CheckRow, attempted, compared, error_line, refusal, row
 from ejkernel.testing.subject import Subject
-
-logger = logging.getLogger(__name__)
 
 _PLATFORMS: Final = ("cpu", "gpu", "tpu")
 _CLAIMED_BY: Final = {  # variants of `run` for one platform only
@@ -61,60 +57,43 @@ def weak_type_row(numbers: Numbers, config: object, want: Results) -> CheckRow |
     def weakly(*given: Any) -> Sequence[Any]:
         return run(*[compat.tracing.weakly_typed(array) if array.dtype in default else array for array in given])
 
-    def found() -> Sequence[Any]:
+    def found() -> Results:
         outs: Sequence[Any] = compiled(weakly, *arrays)(*arrays)
         dtypes = [[str(out.dtype) for out in each] for each in (outs, want.outs)]
         if dtypes[0] != dtypes[1]:
             raise TypeError(f"the results are {dtypes[0]}, not {dtypes[1]}")
-        return outs
+        return Results(outs)
 
-    return _same_row(numbers, "weak types", config, found, want, "that of strong types")
-
-
-def _same_row(
-    numbers: Numbers, check: str, config: object, outs: Callable[[], Sequence[Any]], want: Results, whose: str
-) -> CheckRow:
-    """Return a row that compares the results of another form of the call with its own."""
-    try:
-        return compared(check, config, numbers.subject.compare(Results(outs()), want, whose))
-    except Exception as error:  # noqa: BLE001 - the row has the reason
-        return row(check, config, error)
+    return numbers.same_row("weak types", config, found, want, "that of strong types")
 
 
 # --- platforms ---
 
 
-class _Named:
-    """Chooses a given configuration for forward calls on one platform, and the heuristic's for all other calls."""
+class _Chooser:
+    """Chooses a given configuration for forward calls on one platform, and the heuristic's for all other calls.
 
-    def __init__(self, platform: str, config: object) -> None:
+    It notes the calls; unlike `discover`, it leaves no record.
+    """
+
+    def __init__(self, platform: str = "", config: object = None) -> None:
         self._platform, self._config = platform, config
-
-    def choose(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Any:
-        """Return the configuration for `inv`."""
-        if inv.platform == self._platform and inv.direction == "fwd":
-            return self._config
-        return heuristic_config(kernel, inv)
-
-
-class _Noting:
-    """Chooses each call's heuristic, and notes the calls; unlike `discover`, it leaves no record."""
-
-    def __init__(self) -> None:
         self.calls: list[Invocation[Any, Any]] = []
 
     def choose(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Any:
         """Return the configuration for `inv`."""
         self.calls.append(inv)
+        if inv.platform == self._platform and inv.direction == "fwd":
+            return self._config
         return heuristic_config(kernel, inv)
 
 
 def backward_call(numbers: Numbers) -> Invocation[Any, Any] | None:
     """Return the backward call of the kernel; `None` if its gradient makes no such call."""
-    noting, subject = _Noting(), numbers.subject
-    run = _with_executor(subject, Executor(noting)).executed(None)
+    chooser, subject = _Chooser(), numbers.subject
+    run = subject.with_executor(Executor(chooser)).executed(None)
     jax.jit(_gradient(run, numbers.wrt)).lower(*numbers.examples[0])
-    return next((inv for inv in noting.calls if inv.op_id == f"{subject.inv.op_id}.bwd"), None)
+    return next((inv for inv in chooser.calls if inv.op_id == f"{subject.inv.op_id}.bwd"), None)
 
 
 def platform_rows(
@@ -131,10 +110,9 @@ def platform_rows(
             continue
         claims = any(form in forms for form in _CLAIMED_BY[platform])
         check = f"lowered for {platform}"
-        try:
-            configs = configs_for(subject, _call_for(subject, platform))
-        except Exception as error:  # noqa: BLE001 - a kernel need not support every platform
-            yield row(check, None, error, skipped=not claims)
+        configs = attempted(configs_for, subject, _call_for(subject, platform))
+        if isinstance(configs, Exception):  # a kernel need not support every platform
+            yield row(check, None, configs, skipped=not claims)
             continue
         # If the kernel has no variant for the platform, try one configuration, to report whether it works.
         errors = [_lowering_error(subject, platform, config) for config in configs[: None if claims else 1]]
@@ -153,12 +131,9 @@ def _odd_row(
     configs_for: Callable[[Subject, Invocation[Any, Any]], Sequence[Any]],
 ) -> CheckRow:
     """Return the row of a call with odd sizes under the heuristic; skipped if the kernel refuses them."""
-    config = None
-    try:
-        config = configs_for(subject, _call_for(subject, platform))[0]
-        error = _lowering_error(subject, platform, config)
-    except Exception as raised:  # noqa: BLE001 - the row has the reason
-        error = raised
+    configs = attempted(configs_for, subject, _call_for(subject, platform))
+    config, error = (None, configs) if isinstance(configs, Exception) else (configs[0], None)
+    error = error or _lowering_error(subject, platform, config)
     if error is None:
         return row(check, config)
     if refusal(error) or compat.programs.lacks_lowering(error):
@@ -175,13 +150,10 @@ def _call_for(subject: Subject, platform: str) -> Invocation[Any, Any]:
 def _lowering_error(subject: Subject, platform: str, config: object) -> Exception | None:
     """Return the error of lowering the call and its gradient for a platform, if there is one."""
     # Use a chooser, because `cfg=` would also set the gradient's configuration.
-    run = _with_executor(subject, Executor(_Named(platform, config))).executed(None)
+    run = subject.with_executor(Executor(_Chooser(platform, config))).executed(None)
     with contextlib.nullcontext() if platform != "gpu" else Target.named(_TARGET).entered():
-        try:
-            _lower(subject, run, compat.programs.lowering_names(platform))
-        except Exception as error:  # noqa: BLE001 - the row has the reason
-            return error
-    return None
+        error: Exception | None = attempted(_lower, subject, run, compat.programs.lowering_names(platform))
+    return error
 
 
 def lowered(subject: Subject, run: Flat) -> list[Any]:
@@ -204,16 +176,9 @@ def _lower(subject: Subject, run: Flat, names: tuple[str, ...]) -> None:
     call, *gradients = lowered(subject, run)
     call.trace(*subject.types).lower(lowering_platforms=names)
     for gradient in gradients:
-        try:
-            traced = gradient.trace(*subject.types)
-        except Exception as error:  # noqa: BLE001 - another row reports the missing gradient
-            logger.debug("%s: gradient not lowered: %s", subject.kernel.op_id, error_text(error))
-        else:
+        traced = attempted(gradient.trace, *subject.types)
+        if not isinstance(traced, Exception):  # another row reports the missing gradient
             traced.lower(lowering_platforms=names)
-
-
-def _with_executor(subject: Subject, executor: Executor[Any, Any]) -> Subject:
-    return Subject(subject.kernel, subject.args, subject.kwargs, subject.inv, subject.scope, executor)
 
 
 # --- keys, pickles, exports ---
@@ -221,16 +186,16 @@ def _with_executor(subject: Subject, executor: Executor[Any, Any]) -> Subject:
 
 def key_row(subject: Subject) -> CheckRow:
     """Return a row that checks whether another process would compute the same keys for the call and derived calls."""
-    run, arrays = subject.executed(subject.inv.override_cfg), subject.elements(3)
-    try:
-        calls = [subject.inv, *_derived(subject, run, arrays)]
-        return row("key", None, next(filter(None, (_key_error(inv) for inv in calls)), ""))
-    except Exception as error:  # noqa: BLE001 - the row has the reason
-        return row("key", None, error)
+
+    def error() -> str:
+        return next(filter(None, map(_key_error, [subject.inv, *_derived(subject)])), "")
+
+    return row("key", None, attempted(error))
 
 
-def _derived(subject: Subject, run: Any, elements: Sequence[Arrays]) -> list[Invocation[Any, Any]]:
+def _derived(subject: Subject) -> list[Invocation[Any, Any]]:
     """Return the calls that differentiating and batching make, if these are possible."""
+    run, elements = subject.executed(subject.inv.override_cfg), subject.elements(3)
     arrays, wrt = elements[0], subject.differentiable()
     programs = [(run, arrays)]
     if arrays:
@@ -240,10 +205,8 @@ def _derived(subject: Subject, run: Any, elements: Sequence[Arrays]) -> list[Inv
         programs.append((_gradient(run, wrt), arrays))
     found: list[Invocation[Any, Any]] = []
     for function, given in programs:
-        try:
-            found += discover(function, *given)
-        except Exception as error:  # noqa: BLE001 - another row reports that it cannot be traced
-            logger.debug("%s: keys of derived calls not checked: %s", subject.kernel.op_id, error_text(error))
+        calls = attempted(discover, function, *given)
+        found += [] if isinstance(calls, Exception) else calls  # another row reports that it cannot be traced
     return found
 
 
@@ -264,37 +227,31 @@ def pickle_row(numbers: Numbers, config: object, want: Results) -> CheckRow:
     if kernel.__module__ == "__main__":
         reason = "the kernel is defined in a script, which cannot be imported"
         return row("pickle", None, reason, skipped=True)
-    try:
-        copy = pickle.loads(pickle.dumps(kernel))  # noqa: S301 - see above
-    except Exception as error:  # noqa: BLE001 - pickling may raise anything
-        return row("pickle", None, f"it cannot be sent to a worker process: {error_line(error)}")
+    copy = attempted(lambda: pickle.loads(pickle.dumps(kernel)))  # noqa: S301 - see above
+    if isinstance(copy, Exception):
+        return row("pickle", None, f"it cannot be sent to a worker process: {error_line(copy)}")
     if copy is kernel:
         return row("pickle")
     if type(copy) is not type(kernel) or copy.op_id_v != kernel.op_id_v:
         return row("pickle", None, f"{kernel!r} is unpickled as {copy!r}")
 
-    def outs() -> Sequence[Any]:
+    def found() -> Results:
         calls = [Invocation(kernel=which, args=subject.inv.args, kwargs=subject.inv.kwargs) for which in (copy, kernel)]
         if calls[0].call_key != calls[1].call_key:
             raise ValueError("the call has a different key with the unpickled kernel")
-        return subject.executed(config, kernel=copy)(*numbers.examples[0])
+        return Results(subject.executed(config, kernel=copy)(*numbers.examples[0]))
 
-    return _same_row(numbers, "pickle", None, outs, want, "that of the original kernel")
+    return numbers.same_row("pickle", None, found, want, "that of the original kernel")
 
 
 def export_row(numbers: Numbers, config: object, want: Results) -> CheckRow:
     """Return a row that compares the exported call and its gradient; skipped if plain JAX cannot export them either."""
-    run = numbers.subject.executed(config)
-    try:
-        return compared("export", config, numbers.subject.compare(_exported(numbers, run), want, "the call itself"))
-    except Exception as error:  # noqa: BLE001 - the row has the reason
-        reason = error_line(error)
-    try:
-        _exported(numbers, numbers.subject.plain(Choice(config=config, platform=numbers.subject.platform)))
-    except Exception as error:  # noqa: BLE001 - then it is not the kernel's fault
-        logger.debug("plain JAX cannot export it either: %s", error_text(error))
-        return row("export", config, reason, skipped=True)
-    return row("export", config, reason)
+    subject = numbers.subject
+    found = attempted(_exported, numbers, subject.executed(config))
+    if isinstance(found, Exception):
+        plain = attempted(_exported, numbers, subject.plain(Choice(config=config, platform=subject.platform)))
+        return row("export", config, error_line(found), skipped=isinstance(plain, Exception))
+    return compared("export", config, subject.compare(found, want, "the call itself"))
 
 
 def _exported(numbers: Numbers, function: Flat) -> Results:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -21,16 +20,13 @@ import numpy as np
 from ejkernel import compat
 from ejkernel.ops.autotuner.measure.correctness import Deviation, position, tolerance
 from ejkernel.ops.core.kernel import overrides
-from ejkernel.ops.core.transformations.nodes import Choice, Flat
-from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.utils.values.signature import is_inexact
 from ejkernel.testing.numbers import Numbers
 from ejkernel.testing.programs import Results
 from ejkernel.testing.report import wide
-from ejkernel.testing.rows import HOW_TO_REFUSE, CheckRow, CheckStatus, compared, error_line, refusal, row
+from ejkernel.testing.rows import HOW_TO_REFUSE, CheckRow, CheckStatus, attempted, compared, error_line, refusal, row
 from ejkernel.testing.subject import Subject, odd, resized
-
-logger = logging.getLogger(__name__)
 
 SCALES: Final = ((1e-3,), (1e3, 1e2, 1e1))
 """Factors of the inputs; each row uses its first factor for which the reference stays finite."""
@@ -101,11 +97,9 @@ def _true_and_slack(
 
     If the reference fails, return `None`.
     """
-    try:
-        true = numbers.truth.of(arrays, numbers.cotangents[0])
-        moved = _when_rounded(numbers, arrays, floats)
-    except Exception as error:  # noqa: BLE001 - a reference may reject such values
-        logger.debug("the reference fails for other values: %s", error_text(error))
+    true = attempted(numbers.truth.of, arrays, numbers.cotangents[0])
+    moved = attempted(_when_rounded, numbers, arrays, floats)
+    if isinstance(true, Exception) or isinstance(moved, Exception):
         return None
     slack: list[Any] = []
     for index, (out, size) in enumerate(zip(true.outs, usual, strict=True)):
@@ -158,10 +152,9 @@ def _has_headroom(true: Results) -> bool:
 def _value_row(
     numbers: Numbers, config: Any, name: str, arrays: list[Any], true: Results, slack: Sequence[Any]
 ) -> CheckRow:
-    try:
-        both = numbers.results(config, arrays)
-    except Exception as error:  # noqa: BLE001 - the row has the reason
-        return row(name, config, error)
+    both = attempted(numbers.results, config, arrays)
+    if isinstance(both, Exception):
+        return row(name, config, both)
     deviations = [
         _value_deviation(f"result {index}{how}", *each, numbers)
         for how, found in zip(("", " without a gradient"), both, strict=False)
@@ -299,10 +292,9 @@ def _changed_rows(
     except Exception as error:  # noqa: BLE001 - a kernel need not support every size and dtype
         yield _refused_row(numbers, name, arrays, configs, error, types, may_be_no_call=may_be_no_call)
         return
-    try:
-        true = other.true()
-    except Exception as error:  # noqa: BLE001 - nor does a reference
-        yield row(name, None, f"the reference fails: {error_line(error)}", skipped=True)
+    true = attempted(other.true)
+    if isinstance(true, Exception):  # nor does a reference
+        yield row(name, None, f"the reference fails: {error_line(true)}", skipped=True)
         return
     found = [(name, *each) for each in zip(configs, other.all_results(configs), strict=True)]
     if other.has_own_forward:
@@ -342,20 +334,11 @@ def _refused_row(
         takers = [subject.plain(Choice(platform=subject.platform, reference=True))]
     else:
         takers = [subject.plain(Choice(config=config, platform=subject.platform)) for config in configs[1:]]
-    is_call = any(_takes(run, arrays) for run in takers)
+    is_call = any(not isinstance(attempted(jax.eval_shape, run, *arrays), Exception) for run in takers)
     if is_call or not (may_be_no_call or subject.has_reference):
         return _crashed_row(name, configs[0], error, types)
     why = "the reference fails as well" if subject.has_reference else "no reference shows that it is"
     return row(name, None, f"{types} may be no valid call, {why}: {error_line(error)}", skipped=True)
-
-
-def _takes(run: Flat, arrays: Sequence[Any]) -> bool:
-    try:
-        jax.eval_shape(run, *arrays)
-    except Exception as error:  # noqa: BLE001 - any error means that it does not
-        logger.debug("not a call: %s", error_text(error))
-        return False
-    return True
 
 
 def _crashed_row(name: str, config: object, error: Exception, types: str) -> CheckRow:

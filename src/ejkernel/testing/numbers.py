@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from ejkernel.ops.core.examples import stacked
 from ejkernel.ops.core.hooks import writes_residual_form
 from ejkernel.ops.core.kernel import has_gradient_rule
 from ejkernel.ops.core.transformations.nodes import Choice, Flat, Forward
-from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.random_arrays import random_array
 from ejkernel.ops.utils.values.signature import is_inexact
 from ejkernel.testing.programs import (
@@ -38,11 +36,9 @@ from ejkernel.testing.programs import (
     pushed,
 )
 from ejkernel.testing.report import BY_JAX, HEURISTIC, REFERENCE
-from ejkernel.testing.rows import CheckRow, CheckStatus, compared, error_line, not_run_row, row
+from ejkernel.testing.rows import CheckRow, CheckStatus, attempted, compared, error_line, not_run_row, row
 from ejkernel.testing.rules import numeric_row, rule_row
 from ejkernel.testing.subject import Subject, Truth, function_of, listed, types_of
-
-logger = logging.getLogger(__name__)
 
 _ALONE = "under grad"
 _BEFORE = "the same call before"
@@ -98,10 +94,9 @@ class Numbers:
 
     def _cotangents(self, run: Flat, function: Flat, rng: np.random.Generator) -> Arrays:
         if self.subject.has_reference and not self._scope.is_brief:  # the reference may return other dtypes
-            try:
-                return cotangents_of(run, self.examples[0], rng)
-            except Exception as error:  # noqa: BLE001 - the row of the types reports it
-                logger.debug("%s: cotangents like the reference's: %s", self.subject.kernel.op_id, error_text(error))
+            found: Arrays | Exception = attempted(cotangents_of, run, self.examples[0], rng)
+            if not isinstance(found, Exception):  # the row of the types reports it
+                return found
         return cotangents_of(function, self.examples[0], rng)
 
     def _choose_derivatives(self, run: Flat, function: Flat, like: Numbers | None) -> None:
@@ -176,11 +171,9 @@ class Numbers:
         return next((f"{what}: {error_line(error)}" for error in errors if error is not None), "")
 
     def _trace_error(self, function: Any, more: Arrays) -> Exception | None:
-        try:
-            jax.jit(function).lower(self.examples[0], more)  # JAX only calls a gradient rule when lowering
-        except Exception as error:  # noqa: BLE001 - the function returns the error
-            return error
-        return None
+        # JAX only calls a gradient rule when lowering.
+        found = attempted(jax.jit(function).lower, self.examples[0], more)
+        return found if isinstance(found, Exception) else None
 
     # --- one configuration ---
 
@@ -191,10 +184,7 @@ class Numbers:
             config: The configuration.
             fully: Whether to compare second derivatives, nested batches, and batches of one array.
         """
-        try:
-            differs: str | Exception = "" if self._scope.is_brief else self._types_differ(config)
-        except Exception as error:  # noqa: BLE001 - a configuration may fail in any way; the row has the reason
-            differs = error
+        differs: str | Exception = "" if self._scope.is_brief else attempted(self._types_differ, config)
         yield row("types", config, differs)
         if differs:
             return
@@ -204,9 +194,8 @@ class Numbers:
             # The call does not run, or writes to its arguments: all further checks would fail for the same reason.
             if any(found.reason and found.error is None for found in outputs):
                 return
-        unavailable = self._scope.reasons(self.subject.kernel, config)
-        yield from (row(name, config, unavailable[name], skipped=True) for name in _NUMERIC if name in unavailable)
-        without = self._scope.without | unavailable.keys()
+        yield from self.subject.unavailable_rows(config, *_NUMERIC)
+        without = self.subject.left_out(config)
         compiled = list(self._compiled_rows(config, without, fully=fully))
         yield from compiled
         several = len({array.dtype for array in self.examples[0] if is_inexact(array)}) > 1
@@ -256,26 +245,25 @@ class Numbers:
             if _copied(array).tobytes() != before.tobytes()
         ]
         if changed:
-            types = self.subject.types
-            self.examples = [[_restored(*each) for each in zip(kept, types, strict=True)] for kept in self._kept]
+            self.examples = self.subject.elements(len(self.examples))  # the same numbers
         return f"the call modifies its argument {', '.join(dict.fromkeys(changed))}" if changed else ""
 
     def _compiled_rows(self, config: object, without: frozenset[str], *, fully: bool) -> Iterator[CheckRow]:
         run = self.subject.executed(config)
         differentiates, why = self._differentiates(config, run, without)
         checks = dict(self._checks(run, without, differentiates=differentiates, fully=fully))
-        residuals: dict[str, Job] = (
-            {"residuals": (self._left(config), self.examples[0], [])} if self._scope.check_residuals else {}
-        )
-        program = self._programs[id(config)] = Together({name: c.job for name, c in checks.items()} | residuals)
+        jobs = {name: check.job for name, check in checks.items()}
+        if self._scope.check_residuals:
+            jobs["residuals"] = self._left(config), self.examples[0], []
+        program = self._programs[id(config)] = Together(jobs)
         found = program()
         rows = [made for name, c in checks.items() for made in self._check_rows(name, config, found[name], c)]
         wrong = any(made.status == CheckStatus.FAILED for made in rows if made.check.startswith("gradient of "))
         # The derivative of a wrong gradient is wrong, too.
         for made in rows:
             yield not_run_row(made.check, config, "the gradient") if wrong and made.check == _SECOND else made
-        if residuals:
-            yield row("residuals", config, self._residuals_error(found["residuals"]))
+        if "residuals" in jobs:
+            yield self._residuals_row(config, found["residuals"])
         if "gradient" not in without and not differentiates:
             yield row("gradient", config, self._why_none or why, skipped=bool(self._why_none))
         if fully and not self._why_none and not without & {"gradient", _SECOND} and _SECOND not in checks:
@@ -355,15 +343,10 @@ class Numbers:
 
         return left
 
-    def _residuals_error(self, found: Any) -> str:
-        try:
-            if isinstance(found, Exception):
-                raise found
-            assert self._scope.check_residuals is not None  # the caller asks for it
-            self._scope.check_residuals(found)
-        except Exception as error:  # noqa: BLE001 - the row has the reason
-            return error_line(error)
-        return ""
+    def _residuals_row(self, config: object, found: Any) -> CheckRow:
+        assert self._scope.check_residuals is not None  # the caller asks for it
+        error = found if isinstance(found, Exception) else attempted(self._scope.check_residuals, found)
+        return row("residuals", config, error_line(error) if isinstance(error, Exception) else "")
 
     # --- other inputs ---
 
@@ -379,16 +362,23 @@ class Numbers:
     def all_results(self, configs: Sequence[Any], *, gradients: bool = True) -> list[Any]:
         """Return results and gradients for the first example, or an error, under each configuration."""
         inputs, form = (self.examples[0], self.cotangents[0]), self.derived if gradients else alone
-        runs = {str(n): (form(self.subject.executed(config)), *inputs) for n, config in enumerate(configs)}
+        runs = {index: (form(self.subject.executed(config)), *inputs) for index, config in enumerate(configs)}
         return list(Together(runs)().values())
+
+    def same_row(self, check: str, config: object, found: Callable[[], Results], want: Results, whose: str) -> CheckRow:
+        """Return a row that compares the results of another form of the call with its own."""
+        got = attempted(found)
+        if isinstance(got, Exception):
+            return row(check, config, got)
+        return compared(check, config, self.subject.compare(got, want, whose))
 
     def usual(self, config: object) -> Results:
         """Return the call's results and gradients for the first example."""
-        try:
-            return self.results(config, self.examples[0])[0]
-        except Exception as error:  # noqa: BLE001 - the row of the gradient reports it
-            logger.debug("%s: compared without gradients: %s", self.subject.kernel.op_id, error_text(error))
+        found = attempted(self.results, config, self.examples[0])
+        if isinstance(found, Exception):  # the row of the gradient reports it
             return Results(self.subject.executed(config)(*self.examples[0]))
+        usual: Results = found[0]
+        return usual
 
     def results_of(self, function: Flat, arrays: Arrays) -> Results:
         """Return results and gradients of `function`, another form of the call, e.g. under `vmap`."""
@@ -442,9 +432,3 @@ def _is_key(array: Any) -> bool:
 def _copied(array: Any) -> Any:
     """Return a NumPy copy of an array; of random keys, their data."""
     return np.array(jax.random.key_data(array) if _is_key(array) else array)
-
-
-def _restored(kept: Any, like: Any) -> Any:
-    if not _is_key(like):
-        return jnp.array(kept)
-    return jax.random.wrap_key_data(jnp.array(kept), impl=compat.tracing.key_implementation(like.dtype))

@@ -224,14 +224,14 @@ class Together:
         jobs: The functions and their arguments, by name.
     """
 
-    def __init__(self, jobs: Mapping[str, Job]) -> None:
+    def __init__(self, jobs: Mapping[Any, Job]) -> None:
         self._jobs = dict(jobs)
-        self._programs: dict[tuple[str, ...], Any] = {}
+        self._programs: dict[tuple[Any, ...], Any] = {}
         if jobs:
             self._compile(tuple(jobs))
 
-    def _compile(self, names: tuple[str, ...]) -> None:
-        def program(inputs: dict[str, Any]) -> dict[str, Any]:
+    def _compile(self, names: tuple[Any, ...]) -> None:
+        def program(inputs: dict[Any, Any]) -> dict[Any, Any]:
             return {name: self._jobs[name][0](*given) for name, given in inputs.items()}
 
         try:
@@ -240,20 +240,20 @@ class Together:
             self._programs[names] = error
             self._separate(names, error)
 
-    def _separate(self, names: tuple[str, ...], error: Exception) -> None:
+    def _separate(self, names: tuple[Any, ...], error: Exception) -> None:
         if len(names) > 1:
             logger.debug("%s: compiled one by one, because together they fail: %s", names, error_text(error))
             del self._programs[names]
             for name in names:
                 self._compile((name,))
 
-    def __call__(self, changed: Mapping[str, tuple[Any, Any]] | None = None) -> dict[str, Any]:
+    def __call__(self, changed: Mapping[Any, tuple[Any, Any]] | None = None) -> dict[Any, Any]:
         """Return each function's results, or its error.
 
         Args:
             changed: Other arguments of some functions, of the same types.
         """
-        found: dict[str, Any] = {}
+        found: dict[Any, Any] = {}
         for names, program in list(self._programs.items()):
             if isinstance(program, Exception):
                 found |= dict.fromkeys(names, program)

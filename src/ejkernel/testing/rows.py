@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import jax
 
 from ejkernel.ops.autotuner.measure.correctness import Deviation
 from ejkernel.ops.errors import EjkernelError, KernelError
+from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import compact
+
+logger = logging.getLogger(__name__)
 
 NOT_RUN: Final = "not run"
 HOW_TO_REFUSE: Final = "To refuse such calls, raise UnsupportedError with the reason"
@@ -80,6 +84,15 @@ def row(check: str, config: Any = None, reason: str | BaseException = "", *, ski
     raised = isinstance(reason, BaseException)
     text = error_line(reason) if isinstance(reason, BaseException) else reason
     return CheckRow(check=check, config=config, status=status, reason=text, raised=raised and not skipped)
+
+
+def attempted(function: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of a function or, if it raises an exception, the exception, for a row with the reason."""
+    try:
+        return function(*args)
+    except Exception as error:  # noqa: BLE001 - a kernel may fail in any way
+        logger.debug("%s: %s", function, error_text(error))
+        return error
 
 
 def not_run_row(check: str, config: Any, failed: str) -> CheckRow:
@@ -154,23 +167,12 @@ _HINTS: Final = {  # beginnings of the names of checks
 }
 
 _GROUPS: Final = {  # beginnings of the names of checks, and the group that has them
-    "gradient": "gradient",
+    **{group: group for group in GROUPS},
     "under grad": "gradient",
     "residuals": "gradient",
-    "second": "second derivative",
-    "vmap": "vmap",
-    "tangents": "tangents",
-    "scaled": "inputs",
-    "zeros": "inputs",
-    "odd sizes": "inputs",
-    "float": "dtypes",
-    "bfloat16": "dtypes",
-    "weak types": "dtypes",
+    **dict.fromkeys(("scaled", "zeros", "odd sizes"), "inputs"),
+    **dict.fromkeys(("float", "bfloat16", "weak types"), "dtypes"),
     "lowered": "platforms",
-    "key": "key",
-    "pickle": "pickle",
-    "export": "export",
-    "split": "split",
     "shard_map": "split",
 }
 _ALONE: Final = ("configurations", "lowered", "key", "pickle")

@@ -22,7 +22,7 @@ from ejkernel.ops.utils.random_arrays import random_array
 from ejkernel.ops.utils.values.signature import is_array, is_inexact
 from ejkernel.testing.programs import Arrays, Results, Together, compiled
 from ejkernel.testing.report import Comparison
-from ejkernel.testing.rows import CheckRow, compared, error_line, row
+from ejkernel.testing.rows import CheckRow, attempted, compared, error_line, row
 from ejkernel.testing.subject import Subject, listed, types_of
 
 
@@ -30,38 +30,19 @@ def rule_row(subject: Subject, config: object, arrays: Arrays, cotangents: Array
     """Yield a row that checks whether each gradient of the kernel's rule has its argument's dtype, if it has a rule."""
     if not has_gradient_rule(subject.kernel) or not cotangents:
         return
-    try:
-        reason: str | Exception = "; ".join(_wrong_types(subject, config, arrays, cotangents))
-    except Exception as error:  # noqa: BLE001 - a rule may fail in any way; the row has the reason
-        reason = error
-    yield row("gradient types", config, reason)
+    yield row("gradient types", config, attempted(_wrong_types, subject, config, arrays, cotangents))
 
 
-def pair_rows(
-    subject: Subject,
-    forwards: Sequence[Any],
-    backwards: Sequence[Any] | None,
-    arrays: Arrays,
-    cotangents: Arrays,
-) -> Iterator[CheckRow]:
-    """Yield rows that check whether each backward configuration computes the same gradients after every forward one.
+class Pairs:
+    """A gradient rule under every pair of a forward and a backward configuration.
 
     Args:
         subject: The call.
-        arrays: Inputs of the call.
-        cotangents: One for each floating-point result.
         forwards: Configurations of the forward, the heuristic's first.
         backwards: Configurations of the backward call, the heuristic's first; `None`: those of the forward.
+        arrays: Inputs of the call.
+        cotangents: One for each floating-point result.
     """
-    leaves_residuals = has_residual_form(subject.kernel)
-    if not cotangents or not (leaves_residuals or has_gradient_rule(subject.kernel)):
-        return
-    if len(forwards if backwards is None else backwards) > 1 and (leaves_residuals or backwards is not None):
-        yield from _Pairs(subject, forwards, backwards, arrays, cotangents).rows()
-
-
-class _Pairs:
-    """A gradient rule under every pair of a forward and a backward configuration."""
 
     def __init__(
         self,
@@ -72,8 +53,8 @@ class _Pairs:
         cotangents: Arrays,
     ) -> None:
         self._subject, self._cotangents = subject, cotangents
-        self._spec, self._own = self._subject.taken_apart(arrays)
-        self._leaves_residuals = has_residual_form(self._subject.kernel)
+        self._spec, self._own = subject.taken_apart(arrays)
+        self._leaves_residuals = has_residual_form(subject.kernel)
         # A rule that only takes the arguments does not depend on the forward's configuration.
         self._forwards = list(forwards if self._leaves_residuals else forwards[:1])
         self._has_own_space = backwards is not None
@@ -81,32 +62,39 @@ class _Pairs:
         self._trees: list[Any] = []
 
     def rows(self) -> Iterator[CheckRow]:
-        """Yield a row for each backward configuration, and for each forward that fails or returns other types."""
+        """Yield a row for each backward configuration, and for each forward that fails or returns other types.
+
+        Each backward must compute the same gradients after every forward.
+        """
+        has_rule = self._leaves_residuals or (self._has_own_space and has_gradient_rule(self._subject.kernel))
+        if not self._cotangents or not has_rule or len(self._backwards) < 2:
+            return
         types: list[Any] = []
-        jobs: dict[str, Any] = {}
+        jobs: dict[int, Any] = {}
         reasons: dict[int, str] = {}
         for index, config in enumerate(self._forwards):
-            try:
-                found = self._types(config)
+            found = attempted(self._types, config)
+            if isinstance(found, Exception):
+                reasons[index] = error_line(found)
+            else:
                 types = types or found
-                reasons[index] = "" if found == types else _differing_types(found, types)
-            except Exception as error:  # noqa: BLE001 - a forward may fail in any way; the row has the reason
-                reasons[index] = error_line(error)
+                differing = f"{listed(found[1:])}; under the heuristic {listed(types[1:])}"
+                reasons[index] = "" if found == types else f"the residuals depend on the configuration: {differing}"
             if not reasons[index]:
-                jobs[str(index)] = (functools.partial(self._forward, config), self._own, [])
+                jobs[index] = (functools.partial(self._forward, config), self._own, [])
         saved = Together(jobs)()
         for index, config in enumerate(self._forwards):
-            left = saved.get(str(index))
+            left = saved.get(index)
             reason = reasons[index] or (error_line(left) if isinstance(left, Exception) else "")
             if reason:
                 yield row("residuals", config, reason)
-                saved.pop(str(index), None)
-        if "0" not in saved:
+                saved.pop(index, None)
+        if 0 not in saved:
             return
         gradients = self._gradients(saved)
         for number, config in enumerate(self._backwards):
-            if self._has_own_space or str(number) in saved:
-                yield row("residuals", config, self._difference(str(number), gradients))
+            if self._has_own_space or number in saved:
+                yield row("residuals", config, self._difference(number, gradients))
 
     def _choice(self, config: Any, trees: list[Any] | None = None) -> Choice:
         return Choice(config=config, platform=self._subject.platform, trees=trees)
@@ -137,26 +125,24 @@ class _Pairs:
             found = Forward(self._spec).flat_vjp(self._choice(config), len(own))(*own, *full)
         return Results((), list(found))
 
-    def _gradients(self, saved: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+    def _gradients(self, saved: Mapping[int, Any]) -> dict[tuple[int, int], Any]:
         """Return the gradients, or the error, of each pair of a forward and a backward, by their indices."""
-        program = Together(
-            {
-                str(number): (functools.partial(self._backward, config), saved["0"], self._own)
-                for number, config in enumerate(self._backwards)
-            }
-        )
-        numbers = [str(number) for number in range(len(self._backwards))]
+        jobs = {
+            number: (functools.partial(self._backward, config), saved[0], self._own)
+            for number, config in enumerate(self._backwards)
+        }
+        program = Together(jobs)
         return {
             (forward, number): found
             for forward, left in saved.items()
-            for number, found in program(dict.fromkeys(numbers, (left, self._own))).items()
+            for number, found in program(dict.fromkeys(jobs, (left, self._own))).items()
         }
 
-    def _difference(self, number: str, gradients: Mapping[tuple[str, str], Any]) -> str:
+    def _difference(self, number: int, gradients: Mapping[tuple[int, int], Any]) -> str:
         """Return how the gradients of one backward depend on the forward's configuration; empty if they do not."""
         # Other checks cover the gradient with the same configuration for both, but not a separate backward space.
-        first = ("0", "0") if self._has_own_space else (number, number)
-        want = gradients.get(first, gradients["0", "0"])
+        first = (0, 0) if self._has_own_space else (number, number)
+        want = gradients.get(first, gradients[0, 0])
         for (forward, backward), got in gradients.items():
             if backward != number:
                 continue
@@ -166,7 +152,7 @@ class _Pairs:
                 return ""
             reason = self._first_reason(got.gradients, want.gradients)
             if reason:
-                return f"after the forward of {compact(self._forwards[int(forward)])}: {reason}"
+                return f"after the forward of {compact(self._forwards[forward])}: {reason}"
         return ""
 
     def _first_reason(self, got: Sequence[Any], want: Sequence[Any]) -> str:
@@ -179,13 +165,8 @@ class _Pairs:
         return next((deviation.reason for deviation in found if deviation.reason), "")
 
 
-def _differing_types(found: Sequence[Any], want: Sequence[Any]) -> str:
-    return f"the residuals depend on the configuration: {listed(found[1:])}; under the heuristic {listed(want[1:])}"
-
-
-def _wrong_types(
-    subject: Subject, config: object, arrays: Sequence[jax.Array], cotangents: Sequence[jax.Array]
-) -> list[str]:
+def _wrong_types(subject: Subject, config: object, arrays: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> str:
+    """Return which gradients of the rule have other dtypes than their arguments; empty if none has."""
     wrong: list[str] = []
 
     def trace(arrays: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> None:
@@ -196,13 +177,13 @@ def _wrong_types(
             return
         names, at = array_names(spec), 0
         for argument, gradient in zip(args, found, strict=True):
-            count = sum(spec_is_array for spec_is_array in map(is_array, jax.tree.leaves(argument)))
+            count = sum(map(is_array, jax.tree.leaves(argument)))
             wrong.extend(_misfits(argument, gradient, names[at : at + count]))
             at += count
 
     # Only types are needed, so trace without computing.
     jax.eval_shape(trace, arrays, cotangents)
-    return wrong
+    return "; ".join(wrong)
 
 
 def _answer(

@@ -8,12 +8,11 @@ works under the heuristic.
 
 from __future__ import annotations
 
-import functools
 import json
-import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import jax
 import numpy as np
 
 from ejkernel.ops.autotuner.bench.preparation import lower
@@ -25,7 +24,6 @@ from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config, has_gr
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
-from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import arguments, compact
 from ejkernel.ops.utils.storage.encode import stable_json
 from ejkernel.testing.forms import backward_call, export_row, key_row, pickle_row, platform_rows, weak_type_row
@@ -33,12 +31,10 @@ from ejkernel.testing.inputs import dtype_rows, size_rows, value_rows
 from ejkernel.testing.numbers import Numbers
 from ejkernel.testing.programs import BATCHES, named_after
 from ejkernel.testing.report import REFERENCE, CheckReport, Steps
-from ejkernel.testing.rows import CheckRow, CheckStatus, not_run_row, row
-from ejkernel.testing.rules import pair_rows
+from ejkernel.testing.rows import CheckRow, CheckStatus, attempted, not_run_row, row
+from ejkernel.testing.rules import Pairs
 from ejkernel.testing.splitting import split_rows
 from ejkernel.testing.subject import Scope, Subject
-
-logger = logging.getLogger(__name__)
 
 _TOO_FEW: Final = 2  # number of rows if a configuration does not run
 _SMALL: Final = 8  # largest number of configurations for which every check covers all
@@ -58,26 +54,20 @@ _STEPS: Final = (
 )
 
 
-def checked(
-    kernel: Kernel[Any, Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    configs: Collection[object] | None,
-    scope: Scope,
-) -> CheckReport:
+def checked(kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope) -> CheckReport:
     """Return the report on a call; see `check_kernel`."""
-    given = () if configs is None else check_candidates(configs, "configs")
+    given = () if scope.configs is None else check_candidates(scope.configs, "configs")
     for index, config in enumerate(() if isinstance(given, ConfigSpace) else given):
         check_config(kernel, config, f"configs[{index}]")
     subject = Subject.of(kernel, args, kwargs, scope)
     call = f"{subject.kernel.op_id_v} {_arguments_of(subject.inv)}".rstrip()
     try:
-        chosen, note = _configs(subject, subject.inv, configs)
+        chosen, note = _configs(subject, subject.inv, scope.configs)
         for config in chosen:
             check_config(subject.kernel, config)
     except Exception as error:  # noqa: BLE001 - the kernel's hooks; without a configuration there is nothing to check
         return CheckReport(call, (), (row("configurations", None, error),))
-    rows = tuple(_rows(subject, chosen, configs))
+    rows = tuple(_rows(subject, chosen))
     return CheckReport(call, tuple(chosen), rows, note, _not_checked(len(chosen), scope.without))
 
 
@@ -108,7 +98,7 @@ def _few(configs: Sequence[Any], count: int, seed: int) -> list[Any]:
     """
     if len(configs) <= count:
         return list(configs)
-    values = [{str(value) for value in _values(json.loads(stable_json(config)))} for config in configs]
+    values = [set(map(str, _values(json.loads(stable_json(config))))) for config in configs]
     left = [0, *(int(index) for index in np.random.default_rng(seed).permutation(np.arange(1, len(configs))))]
     chosen, seen = [0], set(values[0])
     while len(chosen) < count:
@@ -118,13 +108,9 @@ def _few(configs: Sequence[Any], count: int, seed: int) -> list[Any]:
     return [configs[index] for index in sorted(chosen)]
 
 
-def _values(config: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield each value inside a configuration as JSON, after its path."""
-    if not isinstance(config, dict | list):
-        yield (*path, config)
-        return
-    for name, value in config.items() if isinstance(config, dict) else enumerate(config):
-        yield from _values(value, (*path, name))
+def _values(config: Any) -> list[Any]:
+    """Return each value inside a configuration as JSON, with its path."""
+    return jax.tree_util.tree_leaves_with_path(config, is_leaf=lambda value: value is None)
 
 
 def _costly(configs: Sequence[Any], seed: int) -> list[Any]:
@@ -134,14 +120,11 @@ def _costly(configs: Sequence[Any], seed: int) -> list[Any]:
 
 def _arguments_of(inv: Invocation[Cfg, Out]) -> str:
     """Return a short form of the call's arguments; empty if they have no stable description."""
-    try:
-        return arguments(inv.description)
-    except Exception as error:  # noqa: BLE001 - the row of the key reports the error
-        logger.debug("%s: cannot describe its arguments: %s", inv.op_id, error_text(error))
-        return ""
+    found = attempted(lambda: arguments(inv.description))
+    return "" if isinstance(found, Exception) else found  # the row of the key reports the error
 
 
-def _rows(subject: Subject, configs: Sequence[Any], given: Collection[object] | None) -> Iterator[CheckRow]:
+def _rows(subject: Subject, configs: Sequence[Any]) -> Iterator[CheckRow]:
     yield row("configurations")
     steps = _planned(subject, configs)
     steps.begin(REFERENCE)
@@ -172,29 +155,30 @@ def _rows(subject: Subject, configs: Sequence[Any], given: Collection[object] | 
         if first is not None:
             failed[index] = first
             yield from _left_out(rows, usual, config, first, fully=is_full)
-    if given is None and not failed and not subject.scope.is_brief:
+    if subject.scope.configs is None and not failed and not subject.scope.is_brief:
         yield from _alike_rows(numbers, configs)
-    yield from _input_rows(numbers, configs, failed, given)
+    yield from _input_rows(numbers, configs, failed)
     yield from _call_rows(numbers, configs[0])
     yield from _form_rows(subject, configs[0])
 
 
 def _alike_rows(numbers: Numbers, configs: Sequence[Any]) -> Iterator[CheckRow]:
     """Yield a skipped row if all configurations lower to one program, of the call or of its backward."""
-    subject = numbers.subject
-    calls = {"run": (subject.inv, configs)}
-    try:
-        has_rule = numbers.has_gradient and has_gradient_rule(subject.kernel)
-        if "gradient" not in subject.scope.without and has_rule and (inv := backward_call(numbers)):
-            calls["the gradient rule"] = inv, _configs(subject, inv, None)[0]
-        alike = [part for part, (inv, found) in calls.items() if _are_alike(subject, inv, found)]
-    except Exception as error:  # noqa: BLE001 - the kernel's hooks; other rows report the error
-        logger.debug("%s: programs not compared: %s", subject.inv.op_id, error_text(error))
-        return
-    if alike:
+    alike = attempted(_alike_parts, numbers, configs)
+    if alike and not isinstance(alike, Exception):  # of the kernel's hooks; other rows report it
         parts = " and ".join(alike)
         reason = f"those of {parts} lower to one program, so tuning has no choice; check the use of cfg in {parts}"
         yield row("configurations differ", None, reason, skipped=True)
+
+
+def _alike_parts(numbers: Numbers, configs: Sequence[Any]) -> list[str]:
+    """Return the parts of a call whose configurations all lower to one program."""
+    subject = numbers.subject
+    calls = {"run": (subject.inv, configs)}
+    has_rule = numbers.has_gradient and has_gradient_rule(subject.kernel)
+    if "gradient" not in subject.scope.without and has_rule and (inv := backward_call(numbers)):
+        calls["the gradient rule"] = inv, _configs(subject, inv, None)[0]
+    return [part for part, (inv, found) in calls.items() if _are_alike(subject, inv, found)]
 
 
 def _are_alike(subject: Subject, inv: Invocation[Any, Any], configs: Sequence[Any]) -> bool:
@@ -207,8 +191,7 @@ def _are_alike(subject: Subject, inv: Invocation[Any, Any], configs: Sequence[An
 
 def _planned(subject: Subject, configs: Sequence[Any]) -> Steps:
     """Return the steps of all checks of a call."""
-    without = subject.scope.without | subject.scope.reasons(subject.kernel, configs[0]).keys()
-    later = [name for group, name in _STEPS if group not in without]
+    later = [name for group, name in _STEPS if group not in subject.left_out(configs[0])]
     subject.scope.steps.plan([REFERENCE, *map(_name_of, configs), *later])
     return subject.scope.steps
 
@@ -230,24 +213,21 @@ def _left_out(
             yield not_run_row(check, config, failed)
 
 
-def _input_rows(
-    numbers: Numbers, configs: Sequence[Any], failed: Mapping[int, str], given: Collection[object] | None
-) -> Iterator[CheckRow]:
+def _input_rows(numbers: Numbers, configs: Sequence[Any], failed: Mapping[int, str]) -> Iterator[CheckRow]:
     """Yield rows of checks that need several configurations, or several inputs.
 
     Args:
         numbers: The call.
         configs: All configurations, the heuristic's first.
         failed: By index, the first failed check of configurations with wrong results for the usual inputs.
-        given: See `check_kernel`.
     """
     scope, right = numbers.subject.scope, [c for index, c in enumerate(configs) if index not in failed]
-    without = scope.without | scope.reasons(numbers.subject.kernel, configs[0]).keys()
+    without = numbers.subject.left_out(configs[0])
     if "gradient" not in without and numbers.has_gradient and not scope.is_brief:
         scope.steps.begin(_PAIRS)
-        runs = _costly([c for c in configs if c is configs[0] or any(c is other for other in right)], scope.seed)
-        backwards = _backward_configs(numbers, given)
-        pairs = list(pair_rows(numbers.subject, runs, backwards, numbers.examples[0], numbers.cotangents[0]))
+        runs = _costly([c for index, c in enumerate(configs) if index == 0 or index not in failed], scope.seed)
+        backwards = _backward_configs(numbers)
+        pairs = list(Pairs(numbers.subject, runs, backwards, numbers.examples[0], numbers.cotangents[0]).rows())
         yield from pairs
         if pairs and backwards is None:
             yield from (not_run_row("residuals", configs[index], first) for index, first in failed.items() if index)
@@ -261,78 +241,72 @@ def _input_rows(
         if 0 in failed:
             yield not_run_row("odd sizes", None, failed[0])
         else:
-            configs_for = functools.partial(_sized_configs, given=given)
-            yield from size_rows(numbers, configs_for, functools.partial(_sized_pairs, given=given))
+            yield from size_rows(numbers, lambda other: _costly(_own_configs(other), scope.seed), _sized_pairs)
     if "dtypes" not in without:
         scope.steps.begin("dtypes")
-        yield from dtype_rows(numbers, lambda other: _costly(_own_configs(other, None), scope.seed))
+        yield from dtype_rows(numbers, lambda other: _costly(_configs(other, other.inv, None)[0], scope.seed))
 
 
-def _own_configs(subject: Subject, given: Collection[object] | None) -> list[Any]:
+def _own_configs(subject: Subject) -> list[Any]:
     """Return the configurations of a call with other arrays; the given ones may not fit it."""
     configs, _ = _configs(subject, subject.inv, None)
+    given = subject.scope.configs
     known = None if given is None else {config_id(config) for config in given}
     return [configs[0], *(c for c in configs[1:] if known is None or config_id(c) in known)]
 
 
-def _sized_configs(subject: Subject, given: Collection[object] | None) -> list[Any]:
-    return _costly(_own_configs(subject, given), subject.scope.seed)
-
-
-def _sized_pairs(numbers: Numbers, given: Collection[object] | None) -> Iterator[CheckRow]:
+def _sized_pairs(numbers: Numbers) -> Iterator[CheckRow]:
     """Yield rows that compare the gradients of the backward's own configurations, if it has any, for a changed call."""
     scope = numbers.subject.scope
     if "gradient" in scope.without or not numbers.has_gradient or scope.is_brief:
         return
-    backwards = _backward_configs(numbers, given)
+    backwards = _backward_configs(numbers)
     if backwards is not None:
-        forwards = _own_configs(numbers.subject, given)[:1]
-        yield from pair_rows(numbers.subject, forwards, backwards, numbers.examples[0], numbers.cotangents[0])
+        forwards = _own_configs(numbers.subject)[:1]
+        yield from Pairs(numbers.subject, forwards, backwards, numbers.examples[0], numbers.cotangents[0]).rows()
 
 
-def _backward_configs(numbers: Numbers, given: Collection[object] | None) -> list[Any] | None:
+def _backward_configs(numbers: Numbers) -> list[Any] | None:
     """Return the configurations of the backward call, if they differ from the forward's."""
     subject = numbers.subject
-    if given is not None or subject.inv.override_cfg is not None:
+    if subject.scope.configs is not None or subject.inv.override_cfg is not None:
         return None
     forward = {config_id(config) for config in _configs(subject, subject.inv, None)[0]}
-    try:
-        inv = backward_call(numbers)
-        found = [] if inv is None else _configs(subject, inv, None)[0]
-    except Exception as error:  # noqa: BLE001 - the kernel's hooks; the rows of its gradient report the error
-        logger.debug("%s: no configurations of the backward: %s", subject.inv.op_id, error_text(error))
+    found = attempted(_of_backward, numbers)
+    if isinstance(found, Exception):  # of the kernel's hooks; the rows of its gradient report the error
         return None
     same = not found or {config_id(config) for config in found} == forward
     return None if same else _costly(found, subject.scope.seed)
 
 
+def _of_backward(numbers: Numbers) -> list[Any]:
+    """Return the configurations of the backward call; none if the gradient makes no such call."""
+    inv = backward_call(numbers)
+    return [] if inv is None else _configs(numbers.subject, inv, None)[0]
+
+
 def _call_rows(numbers: Numbers, config: object) -> Iterator[CheckRow]:
     """Yield rows that compare other forms of the call with the call itself."""
-    want = numbers.usual(config)
-    unavailable = numbers.subject.scope.reasons(numbers.subject.kernel, config)
-    without = numbers.subject.scope.without | unavailable.keys()
-    yield from (row(name, config, unavailable[name], skipped=True) for name in _FORMS if name in unavailable)
+    want, subject = numbers.usual(config), numbers.subject
+    without = subject.left_out(config)
+    yield from subject.unavailable_rows(config, *_FORMS)
     if "dtypes" not in without and (weak := weak_type_row(numbers, config, want)) is not None:
         yield weak
-    steps = numbers.subject.scope.steps
     if "export" not in without:
-        steps.begin("export")
+        subject.scope.steps.begin("export")
         yield export_row(numbers, config, want)
     if "pickle" not in without:
-        steps.begin("pickle")
+        subject.scope.steps.begin("pickle")
         yield pickle_row(numbers, config, want)
     if "split" not in without:
-        steps.begin("split")
+        subject.scope.steps.begin("split")
         yield from split_rows(numbers, config, want)
 
 
 def _form_rows(subject: Subject, config: object) -> Iterator[CheckRow]:
     """Yield rows of checks that do not run the call."""
-    unavailable = subject.scope.reasons(subject.kernel, config)
-    without = subject.scope.without | unavailable.keys()
-    yield from (
-        row(name, config, unavailable[name], skipped=True) for name in ("platforms", "key") if name in unavailable
-    )
+    without = subject.left_out(config)
+    yield from subject.unavailable_rows(config, "platforms", "key")
     if "platforms" not in without:
         subject.scope.steps.begin("platforms")
         yield from platform_rows(subject, lambda own, inv: _configs(own, inv, None)[0])

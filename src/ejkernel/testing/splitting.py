@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from ejkernel.ops.core.sharding.rule import Factor, Factors
 from ejkernel.ops.core.transformations.nodes import Flat, Forward
 from ejkernel.testing.numbers import Numbers
 from ejkernel.testing.programs import Arrays, Results
-from ejkernel.testing.rows import CheckRow, compared, row
+from ejkernel.testing.rows import CheckRow, attempted, row
 from ejkernel.testing.subject import Subject
 
 _AXIS = "devices"
@@ -61,14 +62,11 @@ def split_rows(numbers: Numbers, config: object, whole: Results) -> Iterator[Che
     subject, arrays = numbers.subject, numbers.examples[0]
     if not overrides(subject.kernel, "sharding_rule"):
         return
-    try:
-        spec, own = subject.taken_apart(arrays)
-        found = factors(Forward(spec), own)
-    except Exception as error:  # noqa: BLE001 - the author's rule; the row has the reason
-        yield row("split", config, error)
-        return
-    if found is None:
-        yield row("split", config, "the rule does not split this call", skipped=True)
+    spec, own = subject.taken_apart(arrays)
+    found = attempted(factors, Forward(spec), own)
+    if found is None or isinstance(found, Exception):
+        reason = found or "the rule does not split this call"
+        yield row("split", config, reason, skipped=found is None)
         return
     yield _shard_map_row(numbers, config, whole, found)
     if subject.scope.is_brief:
@@ -87,11 +85,11 @@ def _split_row(numbers: Numbers, config: object, check: str, whole: Results, pla
         return row(check, config, one if placement else "prepare changes the arrays' shapes", skipped=True)
     # Use automatic axes and arrays placed like a user's, so that XLA's partitioner uses the rule.
     function = placement.constrain(numbers.subject.executed(config))
-    try:
-        split = numbers.results_of(function, placement.place(numbers.examples[0]))
-        return compared(check, config, numbers.subject.compare(split, whole, "the whole call"))
-    except Exception as error:  # noqa: BLE001 - the row has the reason
-        return row(check, config, error)
+
+    def split() -> Results:
+        return numbers.results_of(function, placement.place(numbers.examples[0]))
+
+    return numbers.same_row(check, config, split, whole, "the whole call")
 
 
 def _shard_map_row(numbers: Numbers, config: object, whole: Results, found: Factors) -> CheckRow:
@@ -106,11 +104,8 @@ def _shard_map_row(numbers: Numbers, config: object, whole: Results, found: Fact
         name = first if shared and arrays[0].shape[0] % mesh.size == 0 else None
         inside = _specs(found.operands, name)
     mapped = jax.shard_map(run, mesh=mesh, in_specs=tuple(inside), out_specs=tuple(_specs(found.results, name)))
-    try:
-        split = numbers.results_of(mapped, arrays)
-        return compared("shard_map", config, subject.compare(split, whole, "the call itself"))
-    except Exception as error:  # noqa: BLE001 - the row has the reason
-        return row("shard_map", config, error)
+    split = functools.partial(numbers.results_of, mapped, arrays)
+    return numbers.same_row("shard_map", config, split, whole, "the call itself")
 
 
 def _specs(factors: Sequence[Sequence[Factor]], name: str | None) -> list[PartitionSpec]:

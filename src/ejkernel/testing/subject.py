@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,13 +23,11 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.execution.executor import Executor
 from ejkernel.ops.implementation import OperationConfig
 from ejkernel.ops.operation import Operation
-from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.random_arrays import random_array
 from ejkernel.ops.utils.values.signature import is_array, is_inexact
 from ejkernel.testing.programs import Arrays, Pattern, Results, alone, compiled, named_after, pulled
 from ejkernel.testing.report import REFERENCE, Comparison, Steps
-
-logger = logging.getLogger(__name__)
+from ejkernel.testing.rows import CheckRow, attempted, row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +35,7 @@ class Scope:
     """What is checked, and how.
 
     Attributes:
+        configs: The configurations to check in addition to the heuristic; `None`: those of the kernel.
         without: Groups of checks to leave out.
         unavailable: Groups that the kernel does not have, with the reason.
         seed: Seed of random inputs and of samples.
@@ -48,6 +47,7 @@ class Scope:
         steps: Told about each step that begins.
     """
 
+    configs: Collection[object] | None = None
     without: frozenset[str] = frozenset()
     unavailable: Mapping[str, str] = dataclasses.field(default_factory=dict)
     seed: int = 0
@@ -73,39 +73,40 @@ class Subject:
     Attributes:
         kernel: The kernel.
         args, kwargs: The arguments of the call; arrays may be abstract.
-        inv: The call as the kernel sees it.
         scope: What is checked, and how.
         executor: Runs the call; it does not share or save configurations.
+        inv: The call as the kernel sees it.
     """
 
     kernel: Kernel[Any, Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    inv: Invocation[Any, Any]
-    scope: Scope = dataclasses.field(default_factory=Scope)
+    scope: Scope
     executor: Executor[Any, Any] = dataclasses.field(default_factory=lambda: Executor(ConfigSelectorChain()))
+    inv: Invocation[Any, Any] = dataclasses.field(init=False)
 
     @classmethod
     def of(cls, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope) -> Subject:
         """Return the subject of a call."""
         args, named = with_python_numbers(kernel, args, kwargs)
-        kwargs = dict(named)
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        at = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
-        seen: list[Invocation[Any, Any]] = []
+        subject = cls(kernel, args, dict(named), scope)
 
         def prepare(*arrays: jax.Array) -> None:
-            given = dict(zip(at, arrays, strict=True))
-            own = jax.tree.unflatten(tree, [given.get(index, leaf) for index, leaf in enumerate(leaves)])
-            given_args, named = prepared(kernel, *own)
-            rest = {name: value for name, value in named.items() if name != "cfg"}
-            inv = Invocation(kernel=kernel, args=given_args, kwargs=rest, override_cfg=named.get("cfg"))
+            given, options = prepared(kernel, *subject.join(arrays))
+            rest = {name: value for name, value in options.items() if name != "cfg"}
+            inv = Invocation(kernel=kernel, args=given, kwargs=rest, override_cfg=options.get("cfg"))
             _ = inv.node  # raises if the arguments do not fit `run`
-            seen.append(inv.abstract())
+            subject.inv = inv.abstract()
 
         # `prepare` runs under JAX's tracing, and the arrays may be abstract.
-        jax.eval_shape(prepare, *(leaves[index] for index in at))
-        return cls(kernel, args, kwargs, seen[0], scope)
+        jax.eval_shape(prepare, *subject.given)
+        return subject
+
+    def with_executor(self, executor: Executor[Any, Any]) -> Subject:
+        """Return the same call, which another executor runs."""
+        other = copy.copy(self)
+        other.executor = executor
+        return other
 
     def __post_init__(self) -> None:
         paths, self._tree = jax.tree_util.tree_flatten_with_path((self.args, self.kwargs))
@@ -149,6 +150,15 @@ class Subject:
         args, kwargs = self.join(arrays)
         return Subject.of(self.kernel, args, kwargs, self.scope)
 
+    def left_out(self, config: object) -> frozenset[str]:
+        """Return the groups of checks that the user leaves out, or the kernel does not have under a configuration."""
+        return self.scope.without | self.scope.reasons(self.kernel, config).keys()
+
+    def unavailable_rows(self, config: object, *groups: str) -> Iterator[CheckRow]:
+        """Yield a skipped row for each of some groups of checks that the kernel does not have."""
+        reasons = self.scope.reasons(self.kernel, config)
+        yield from (row(name, config, reasons[name], skipped=True) for name in groups if name in reasons)
+
     def free_lengths(self) -> list[int]:
         """Return the lengths of axes that may change, in order: those above 1 that no argument gives as a number."""
         taken = [leaf for leaf in self._leaves if isinstance(leaf, int | np.integer) and not is_array(leaf)]
@@ -159,12 +169,11 @@ class Subject:
         arrays = resized(self.types, self.free_lengths())
         if not self.has_reference or arrays == self.types:
             return None
-        try:
-            jax.eval_shape(self.plain(Choice(platform=self.platform, reference=True)), *arrays)
-            return self.with_arrays(arrays)
-        except Exception as error:  # noqa: BLE001 - not every length can change
-            logger.debug("%s: no call with odd sizes: %s", self.kernel.op_id, error_text(error))
+        reference = self.plain(Choice(platform=self.platform, reference=True))
+        if isinstance(attempted(jax.eval_shape, reference, *arrays), Exception):  # not every length can change
             return None
+        found: Subject | Exception = attempted(self.with_arrays, arrays)
+        return None if isinstance(found, Exception) else found
 
     def join(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with `arrays` in their places."""
