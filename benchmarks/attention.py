@@ -252,7 +252,7 @@ def measured(entries: Sequence[Entry], programs: dict[str, Program | str], round
     def failed(index: int, error: BaseException) -> None:
         reasons[names[index]] = error_text(error)[:300]
 
-    times = interleaved(list(runners.values()), rounds=rounds, on_error=failed)
+    times = interleaved([[runner] for runner in runners.values()], rounds=rounds, on_error=failed)
     medians = {name: 1e6 * time.median for name, time in zip(names, times, strict=True) if time.samples}
     rivals = [time for name, time in medians.items() if name in RIVALS]
     ratios = {name: min(rivals) / medians[name] for name in OURS if name in medians and rivals}

@@ -203,7 +203,7 @@ def measured(
                 runners[title_of(entry)] = runner
             except Exception as error:  # noqa: BLE001 - any error of a contender is its result
                 reasons[title_of(entry)] = error_text(error)[:200]
-        times = interleaved(list(runners.values()), rounds=rounds)
+        times = interleaved([[runner] for runner in runners.values()], rounds=rounds)
         medians = {name: round(1e6 * x.median, 1) for name, x in zip(runners, times, strict=True)}
         apart = {name: float(f"{x:.1e}") for name, x in apart_from_first(runners).items()}
         row = {"case": entries[0].case, "direction": direction, "us": medians, "apart": apart, "reasons": reasons}

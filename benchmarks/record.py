@@ -31,7 +31,7 @@ from benchmarks import attention, attention_cases, experts, shipped
 from ejkernel.ops import Invocation
 from ejkernel.ops.autotuner.compile.bundles import BundledCall, compile_bundle, read_bundle
 from ejkernel.ops.autotuner.compile.targets import Target
-from ejkernel.ops.autotuner.measure.measurement import OnEach, Runner, interleaved
+from ejkernel.ops.autotuner.measure.measurement import Runner, interleaved
 from ejkernel.ops.autotuner.measure.sampling import Case
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.examples import example_sets, saver
@@ -91,10 +91,9 @@ def _measure(bundle: Path, indices: Sequence[int], tell: Connection) -> None:
         assert program is not None  # only those are asked for
         try:
             loaded = program.load()
-            runners = [
-                Runner(loaded, [arrays], case=Case(call=inv.call_key, draw=draw)) for draw, arrays in sets.items()
-            ]
-            (times,) = interleaved([OnEach(tuple(runners)) if len(sets) > 1 else runners[0]], rounds=ROUNDS)
+            runners = [Runner(loaded, [arrays]) for arrays in sets.values()]
+            cases = [Case(call=inv.call_key, draw=draw) for draw in sets] if len(sets) > 1 else []
+            (times,) = interleaved([runners], cases=cases, rounds=ROUNDS)
         except Exception as error:  # noqa: BLE001 - a configuration that fails is a result
             tell.send((index, str(error)))
         else:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import importlib
 import math
 import warnings
@@ -28,7 +29,7 @@ from ejkernel.cli.programs import (
 )
 from ejkernel.cli.shapes import calls_of_shapes
 from ejkernel.ops.autotuner.compile.targets import Target
-from ejkernel.ops.autotuner.process.messages import Raised, Request, carried_out, pickled, unpickled
+from ejkernel.ops.autotuner.process.messages import Raised, carried_out, pickled, unpickled
 from ejkernel.ops.errors import EjkernelError, OfflineWarning, TuningError
 from ejkernel.ops.execution.discovery import discover_counted
 from ejkernel.ops.utils.error_text import error_text
@@ -248,7 +249,7 @@ def find_by(executor: concurrent.futures.Executor, source: Source) -> Found:
     Raises:
         TuningError: The worker cannot find the calls, e.g. because it lacks a module.
     """
-    answer = executor.submit(_answer_of_worker, pickled(Request(_found_here, (source,))))
+    answer = executor.submit(_answer_of_worker, pickled(functools.partial(_found_here, source)))
     try:
         came_out = unpickled(answer.result())
         if isinstance(came_out, Raised):

@@ -8,8 +8,8 @@ import itertools
 
 import jax
 
-from ejkernel.ops.autotuner.measure.measurement import Measurement, OnEach
-from ejkernel.ops.autotuner.measure.sampling import CLOCK, Sample, mean_sample
+from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.measure.sampling import CLOCK, PROCESSOR, Sample, in_each, mean_sample
 
 
 def interleaved_with(time_of):
@@ -26,10 +26,9 @@ def interleaved_with(time_of):
             found = next(sequences.setdefault(str(key), itertools.cycle(found)))
         return found if isinstance(found, Sample) else Sample(found)
 
-    def interleaved(functions, *, sampling, on_error, **_):
-        parts = [function.runners if isinstance(function, OnEach) else (function,) for function in functions]
-        configs = [runners[0].function.candidate.config for runners in parts]
-        for index, runners in enumerate(parts):
+    def interleaved(functions, *, cases, sampling, on_error, **_):
+        configs = [runners[0].function.candidate.config for runners in functions]
+        for index, runners in enumerate(functions):
             try:
                 jax.block_until_ready([runner() for runner in runners])
             except Exception as error:  # noqa: BLE001 - the candidate's
@@ -37,19 +36,17 @@ def interleaved_with(time_of):
                 on_error(index, error)
         while indices := sampling.next_round():
             for index in indices:
-                cases = [runner.case for runner in parts[index]]
-                keys = [(configs[index],) if case is None else (configs[index], case) for case in cases]
-                weights = [1.0 if case is None else case.weight for case in cases]
-                taken = mean_sample([sample(*key) for key in keys], weights)
+                keys = [(configs[index], case) for case in cases] or [(configs[index],)]
+                taken = mean_sample([sample(*key) for key in keys], [case.weight for case in cases])
                 sampling.note(index, taken.seconds, taken.work, taken.cases)
         witness, judged = sampling.judged
         method = "wall" if witness == CLOCK else witness
-        return [
-            function.measurement(noted, samples, method)
-            if isinstance(function, OnEach)
-            else Measurement(samples=samples, method=method)
-            for function, noted, samples in zip(functions, sampling.noted, judged, strict=True)
-        ]
+        measurements = []
+        for noted, samples in zip(sampling.noted, judged, strict=True):
+            times = in_each(noted, by_work=witness == PROCESSOR) or [()] * len(cases)
+            own = tuple(dataclasses.replace(case, samples=each) for case, each in zip(cases, times, strict=True))
+            measurements.append(Measurement(samples=samples, method=method, cases=own))
+        return measurements
 
     return interleaved
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import signal
+import types
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from ejkernel.ops.autotuner import tuner
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import PairedComparison
 from ejkernel.ops.autotuner.measure.sampling import Sampling, SamplingPlan
-from ejkernel.ops.autotuner.process.worker import at_session_end
+from ejkernel.ops.autotuner.process.worker import of_session
 from ejkernel.ops.autotuner.store.saving import AdmissionError, Earlier, why_not_saved
 from ejkernel.ops.autotuner.trials.challenge import Challenge
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
@@ -237,7 +238,7 @@ def test_a_ctrl_c_while_a_search_is_saved_is_raised_afterwards(chain, monkeypatc
 
 def test_a_ctrl_c_while_the_processes_of_a_search_end_does_not_discard_it(chain, monkeypatch):
     def here(task, **_):
-        at_session_end(interrupt)
+        of_session("interrupt", lambda: types.SimpleNamespace(close=interrupt))
         return Finished()._carried_out(task)
 
     def interrupt():

@@ -21,6 +21,7 @@ from ejkernel.ops.autotuner.bench.timing import Timing
 from ejkernel.ops.autotuner.measure import measurement
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.sampling import Sampling, SamplingPlan
+from ejkernel.ops.autotuner.process.watch import Watch
 from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.autotuner.tuner import Autotuner
@@ -61,6 +62,25 @@ def raced(there, runners, rounds=1, **options):
     Timing(oracle=there.oracle, **options).measure(runners, Sampling(len(runners), plan=SamplingPlan.fixed(rounds)))
 
 
+def test_the_watch_hears_of_a_candidate_before_and_after_it_is_compiled():
+    heard, seen = [], []
+
+    class Heard(Watch):
+        def compiling(self, configs):
+            heard.append(configs)
+
+    class Seen(Sum):
+        def run(self, x, *, cfg):
+            seen.append((cfg, cfg in heard[-1]))
+            return super().run(x, cfg=cfg)
+
+    there = preparation_of(Seen("seen"), width=1)
+    there.oracle.watch = Heard()
+    there.prepare([Candidate(1), Candidate(2)])
+    assert seen == [(1, True), (2, True)]
+    assert heard == [[1], [], [2], []]
+
+
 # --- one program ---
 
 
@@ -83,14 +103,15 @@ def test_the_first_of_candidates_with_equal_programs_counts_in_any_order_of_comp
     assert [c.status for c in (one, same, other, third)] == ["ready", "same", "ready", "same"]
     assert same.twin is third.twin is one
     assert same.reason == third.reason == "the same program as 1"
-    assert one.compiled is not None
-    assert same.compiled is third.compiled is None
+    assert one.compiled
+    assert not same.compiled
+    assert not third.compiled
 
 
 def test_candidates_with_equal_programs_share_one_measurement(monkeypatch):
     monkeypatch.setattr(timing, "interleaved", interleaved_with(float))
     there, candidates = prepared(Sum("sum"), [3, 13, 23, 4], width=1)
-    raced(there, [c for c in candidates if c.compiled is not None], rounds=2)
+    raced(there, [c for c in candidates if c.compiled], rounds=2)
     assert [c.seconds for c in candidates] == [3.0, 3.0, 3.0, 4.0]
 
 
@@ -191,7 +212,9 @@ def test_inputs_are_cold_on_request_where_possible(monkeypatch, elements, cold_c
     x = jax.ShapeDtypeStruct((elements,), jnp.int32)
     there, candidates = prepared(Sum("sum"), [1], x=x)
     raced(there, candidates, cold_cache=cold_cache)
-    assert candidates[0].measurement.cache == expected
+    found = candidates[0].measurement
+    assert (found.cache, found.output_bytes) == (expected, 4 * elements)
+    assert found.peak_bytes >= 8 * elements
 
 
 @pytest.mark.slow

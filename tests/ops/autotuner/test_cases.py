@@ -16,7 +16,7 @@ from tests.ops.autotuner.made_up_times import ByCase, interleaved_with
 from tests.ops.sample_kernels import told_apart
 
 from ejkernel.ops.autotuner.bench import timing
-from ejkernel.ops.autotuner.measure.measurement import OnEach, Runner, interleaved
+from ejkernel.ops.autotuner.measure.measurement import interleaved
 from ejkernel.ops.autotuner.measure.sampling import (
     PROCESSOR,
     Case,
@@ -157,17 +157,19 @@ def test_the_time_of_a_call_covers_only_its_own_cases():
 # --- rounds ---
 
 
-def runner(times, case, weight=0.5):
-    def call():
-        if isinstance(times, Exception):
-            raise times
+CASES = [Case(call="k", draw=draw, weight=0.5) for draw in ("few", "many")]
 
-    return Runner(call, case=Case(call="k", draw=case, weight=weight))
+
+def passes():
+    pass
+
+
+def fails():
+    raise ValueError("boom")
 
 
 def test_every_round_samples_each_candidate_on_each_case():
-    functions = [OnEach((runner(None, "few"), runner(None, "many"))) for _ in range(2)]
-    found = interleaved(functions, rounds=4)
+    found = interleaved([[passes, passes]] * 2, cases=CASES, rounds=4)
     for measurement in found:
         assert len(measurement.samples) == 4
         assert [case.name for case in measurement.cases] == ["few", "many"]
@@ -178,8 +180,8 @@ def test_every_round_samples_each_candidate_on_each_case():
 
 def test_a_candidate_that_fails_on_one_case_is_out_and_the_error_names_the_case():
     failed = {}
-    functions = [OnEach((runner(None, "few"), runner(fault, "many"))) for fault in (None, ValueError("boom"))]
-    good, bad = interleaved(functions, rounds=2, on_error=failed.__setitem__)
+    functions = [[passes, passes], [passes, fails]]
+    good, bad = interleaved(functions, cases=CASES, rounds=2, on_error=failed.__setitem__)
     assert len(good.samples) == 2
     assert bad.samples == ()
     assert str(failed[1]) == "on many: ValueError: boom"

@@ -190,6 +190,7 @@ class FakeProcess(FakeWorker):
     said = ""
     _is_quiet = False
     compile = CompileWorker.compile
+    _passed_on = CompileWorker._passed_on
 
     def _written(self):
         return self.said

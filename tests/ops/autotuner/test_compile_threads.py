@@ -98,17 +98,6 @@ def test_no_job_begins_after_a_stop_request():
     assert 2 <= len(begun) <= 3
 
 
-def test_the_watcher_is_notified_before_and_after_each_job():
-    heard, seen_by_job = [], []
-
-    def job(index):
-        seen_by_job.append((index, index in heard[-1]))
-
-    results([lambda index=index: job(index) for index in range(3)], width=1, on_change=heard.append)
-    assert seen_by_job == [(0, True), (1, True), (2, True)]
-    assert heard == [[0], [], [1], [], [2], []]
-
-
 def test_no_jobs_are_no_results():
     assert results([]) == []
 

@@ -15,7 +15,7 @@ from tests.ops.faulty_kernels import BEST, HEURISTIC, SHAPE, plain
 
 from ejkernel.ops.autotuner.compile.bundles import BundledCall, BundledCandidate
 from ejkernel.ops.autotuner.fleet import dispatch
-from ejkernel.ops.autotuner.fleet.place import Location, RefusedError
+from ejkernel.ops.autotuner.fleet.place import RefusedError
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import compare
 from ejkernel.ops.autotuner.process.messages import (
@@ -49,7 +49,7 @@ OUTCOMES = tuple(
 )
 CHALLENGE = Challenge(BEST, compare((1.0,) * 8, (2.0,) * 8), is_confirmation=True)
 FOUND = AutotuneData(inv=CALL, config=BEST, outcomes=OUTCOMES, seconds=1.0, checked=("outputs",), challenge=CHALLENGE)
-THERE = Location("elsewhere", 7)
+THERE = "process 7 on elsewhere"
 
 
 class Scripted(concurrent.futures.Executor):

@@ -24,10 +24,10 @@ from ejkernel.ops.autotuner.fleet import dispatch, lines, place, ray_executor
 from ejkernel.ops.autotuner.fleet.lines import FolderLine
 from ejkernel.ops.autotuner.fleet.place import (
     Assignment,
-    Location,
     RefusedError,
     devices_of,
     leased,
+    location,
     tune_at_place,
     versions,
 )
@@ -62,7 +62,7 @@ def line():
 
 def test_the_folder_of_a_process_goes_with_it_and_not_with_a_fork(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder, _ = lines._folder_of_this_process.__wrapped__(os.getpid())
+    folder = lines._folder_of_this_process.__wrapped__(os.getpid())
     lines._remove(folder, os.getppid())  # a fork of the process exits
     assert folder.exists()
     lines._remove(folder, os.getpid())
@@ -102,10 +102,9 @@ def test_a_worker_on_a_closed_connection_must_end_at_once(line):
     assert line.instruction() == Instruction.END_AT_ONCE
 
 
-def test_a_folder_of_that_name_on_another_machine_is_no_line(line):
+def test_a_machine_without_the_folder_is_not_connected(line):
     assert line.connect()
-    assert not FolderLine(line.folder, "another").connect()
-    assert not FolderLine(line.folder / "in" / "none", line.secret).connect()
+    assert not FolderLine(line.folder / "in" / "none").connect()
 
 
 # --- devices shared by threads ---
@@ -148,12 +147,12 @@ def test_processors_that_have_a_core_in_common_take_turns(monkeypatch, tmp_path)
 
 def assignment_of(call, line, **changes):
     task = TuningTask(inv=call, policy=AutotunePolicy(isolate=True))
-    given = {"versions": versions(), "caller": Location.here(), **changes}
+    given = {"versions": versions(), "caller": location(), **changes}
     return Assignment(task=task, scope=Scope(), line=line, **given)
 
 
 def test_a_worker_with_another_jax_refuses(line):
-    (answer,) = tune_at_place(assignment_of(call_of(faulty_kernels.plain), line, versions=("0.1", "0.2")))
+    (answer,) = tune_at_place(assignment_of(call_of(faulty_kernels.plain), line, versions="JAX 0.1 and jaxlib 0.2"))
     assert isinstance(answer.error, RefusedError)
     assert str(answer.error).endswith(", the caller JAX 0.1 and jaxlib 0.2")
 

@@ -25,7 +25,7 @@ from ejkernel.ops import AutotunePolicy, Autotuner, ConfigSelectorChain, Invocat
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.measure import measurement
 from ejkernel.ops.autotuner.measure.timers import Timer
-from ejkernel.ops.autotuner.process.supervisor import WorkerDiedError, WorkerSilentError
+from ejkernel.ops.autotuner.process.supervisor import WorkerDiedError, WorkerSilentError, WorkerStatus
 from ejkernel.ops.autotuner.tasks import decisions, isolated
 from ejkernel.ops.autotuner.tasks import run as runs
 from ejkernel.ops.autotuner.tasks.journal import Journal
@@ -118,24 +118,20 @@ class Scenario:
 SCENARIO: list[Scenario] = []
 
 
-class Workers:
+class FakeWorker:
     """Replaces the worker process: the task runs here, until the worker dies."""
 
-    def __init__(self, journal, watch, cancellation):
-        self.journal = SCENARIO[0].journal = journal
-        SCENARIO[0].cancellation = cancellation
-        self.cancellation = cancellation
-
-    what = "running"
+    doing = WorkerStatus(what="running")
 
     @property
     def accused(self):
         return list(SCENARIO[0].accused)
 
-    def carry_out(self, scope):
-        task = dataclasses.replace(self.journal.task(), policy=dataclasses.replace(POLICY, isolate=False))
+    def call(self, function, task, scope, sent, *, on_event, cancellation, deadline):
+        SCENARIO[0].journal, SCENARIO[0].cancellation = deadline.journal, cancellation
+        task = dataclasses.replace(task, policy=dataclasses.replace(POLICY, isolate=False))
         clock = lambda: SCENARIO[0].now  # noqa: E731
-        run = runs.TuningRun(task, cancellation=self.cancellation, tell=self.journal.note, clock=clock)
+        run = runs.TuningRun(task, cancellation=cancellation, tell=on_event, clock=clock)
         try:
             return run.run()
         except Died as died:
@@ -236,7 +232,7 @@ def made_up():
     timer = Timer("wall", sample)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(isolated, "_Workers", Workers)
+        patch.setattr(isolated, "shared_worker", lambda: contextlib.nullcontext(FakeWorker()))
         patch.setattr(isolated, "worker_session", contextlib.nullcontext)
         patch.setattr(isolated, "Journal", functools.partial(Journal, clock=lambda: SCENARIO[0].now))
         patch.setattr(runs, "Preparation", Preparation)

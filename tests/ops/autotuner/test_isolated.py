@@ -196,7 +196,7 @@ def stop_in_the_middle_of_a_message():
 class UntilStuck(Deadline):
     """Ends a worker with a blocked interpreter lock."""
 
-    def silence(self, doing, *, is_stuck):
+    def silence(self, worker, *, is_stuck):
         return 0.5 if is_stuck else 120.0
 
 

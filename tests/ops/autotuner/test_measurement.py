@@ -16,7 +16,6 @@ from ejkernel.ops.autotuner.measure.measurement import (
     Measurement,
     Runner,
     benchmark,
-    interleaved,
     on_measuring_thread,
     sets_for_cold,
 )
@@ -54,6 +53,11 @@ def clock(monkeypatch):
     return clock
 
 
+def interleaved(functions, **options):
+    """Measure functions with a single case."""
+    return measurement.interleaved([[function] for function in functions], **options)
+
+
 # --- measurements ---
 
 
@@ -87,35 +91,6 @@ def test_sets_are_cold_when_they_are_three_times_the_cache(monkeypatch, size, se
     assert sets_for_cold(size) == sets
 
 
-@pytest.mark.parametrize(("count", "cache"), [(1, "warm"), (2, "warm"), (3, "cold"), (4, "cold")])
-def test_a_measurement_with_enough_input_sets_is_cold(clock, monkeypatch, count, cache):
-    monkeypatch.setattr(measurement, "_CACHE_BYTES", X.nbytes)
-    runner = Runner(lambda x: None, [(X,)] * count)
-    (got,) = interleaved([runner], rounds=1)
-    assert got.cache == cache
-
-
-def test_a_call_without_arguments_is_never_cold():
-    assert Runner(lambda: None, [()] * 9).cache == "warm"
-
-
-def test_a_measurement_of_a_compiled_program_has_its_memory(clock):
-    compiled = jax.jit(lambda x: (x @ x, x)).lower(np.ones((8, 8), np.float32)).compile()
-    got = Runner(compiled, [(np.ones((8, 8), np.float32),)]).measurement([1.0], "wall")
-    assert got.output_bytes == compiled.memory_analysis().output_size_in_bytes
-    assert got.peak_bytes >= 3 * 8 * 8 * 4
-
-
-def test_memory_that_the_compiler_does_not_tell_is_left_out():
-    class Silent:
-        def memory_analysis(self):
-            return None
-
-    for function in (Silent(), lambda: None):
-        got = Runner(function).measurement([1.0], "wall")
-        assert (got.peak_bytes, got.output_bytes) == (None, None)
-
-
 # --- rounds ---
 
 
@@ -127,7 +102,7 @@ def test_functions_are_measured_in_turns(clock):
 
 def test_each_function_has_its_samples(clock):
     got = interleaved([clock.takes("a", 1.0), clock.takes("b", 2.0)], rounds=3)
-    assert [measurement.samples for measurement in got] == [(1.0,) * 3, (2.0,) * 3]
+    assert [each.samples for each in got] == [(1.0,) * 3, (2.0,) * 3]
 
 
 def test_the_first_sample_does_not_count(clock):
@@ -140,7 +115,7 @@ def test_the_first_sample_does_not_count(clock):
 def test_a_sampling_chooses_the_functions_of_each_round(clock):
     sampling = Sampling(3, plan=SamplingPlan(rounds=5, hopeless=((2, 1.5),)))
     got = interleaved([clock.takes("a", 1.0), clock.takes("b", 2.0), clock.takes("c", 0.9)], sampling=sampling)
-    assert [len(measurement.samples) for measurement in got] == [5, 2, 5]
+    assert [len(each.samples) for each in got] == [5, 2, 5]
     assert sampling.ranking() == [2, 0, 1]
 
 
@@ -172,7 +147,7 @@ def test_a_function_that_fails_leaves_the_race_and_is_reported(clock, call, samp
         on_error=lambda index, error: errors.append((index, str(error))),
     )
     assert errors == [(0, "on the device")]
-    assert [len(measurement.samples) for measurement in got] == [samples, 5]
+    assert [len(each.samples) for each in got] == [samples, 5]
 
 
 def test_a_failure_is_the_callers_where_it_did_not_ask_for_it(clock):

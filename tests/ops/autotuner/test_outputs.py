@@ -19,7 +19,7 @@ import os, sys
 sys.path.insert(0, {folder!r})  # without the package, which takes seconds to import
 from outputs import Outputs
 
-outputs = Outputs(is_ours=True)
+outputs = Outputs()
 {act}
 harm = outputs.mend(is_idle=True)
 print("printed")
@@ -55,9 +55,9 @@ def test_closed_or_redirected_streams_work_afterwards(act, harm):
 def test_changes_that_others_may_have_made_stay(monkeypatch):
     before, other = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", before)
-    outputs = Outputs(is_ours=False)
+    outputs = Outputs()
     sys.stdout = other
-    assert outputs.mend(is_idle=True) == 0
+    assert outputs.mend() == 0
     assert sys.stdout is other
     sys.stdout.close()
     assert outputs.mend() == 1
@@ -66,7 +66,7 @@ def test_changes_that_others_may_have_made_stay(monkeypatch):
 
 
 def test_replacements_stay_while_a_candidate_runs(monkeypatch):
-    outputs = Outputs(is_ours=True)
+    outputs = Outputs()
     other = io.StringIO()
     monkeypatch.setattr(sys, "stdout", other)
     assert outputs.mend() == 0

@@ -62,7 +62,7 @@ def test_only_the_best_candidate_is_compiled_again_after_the_end(monkeypatch, is
     monkeypatch.setattr(pool, "must_end", lambda: is_over)
     monkeypatch.setattr(pool, "_budget", SimpleNamespace(is_abandoned=lambda: False))
     monkeypatch.setattr(pool, "prepare", lambda candidates, stop=None: asked.extend(c.config for c in candidates))
-    pool.prepare_again([dataclasses.replace(candidate, compiled=None) for candidate in (QUIET, BUSY)])
+    pool.prepare_again([dataclasses.replace(candidate, compiled=()) for candidate in (QUIET, BUSY)])
     assert asked == prepared
 
 

@@ -63,7 +63,7 @@ def _default_handler():
 def test_a_worker_returns_the_result_and_is_idle():
     worker = FakeWorker()
     assert worker.call(divmod, 7, 2) == (3, 1)
-    assert (worker.requests[0].function, worker.is_busy, worker.instructions) == (divmod, False, [GO_ON])
+    assert (worker.requests[0].func, worker.is_busy, worker.instructions) == (divmod, False, [GO_ON])
 
 
 def test_an_exception_of_the_call_leaves_the_worker_alive_and_idle():
@@ -99,7 +99,7 @@ def test_messages_update_the_step_and_reach_the_caller():
     )
     with pytest.warns(UserWarning, match="odd"):
         worker.call(os.getpid, on_event=events.append)
-    assert (worker.doing.what, worker.culprit, worker.accused) == ("running", "b", ["b", "c"])
+    assert (worker.doing.what, worker.accused) == ("running", ["b", "c"])
     assert (worker.where, events) == ("there", ["event"])
 
 
@@ -179,7 +179,7 @@ class Limits(Deadline):
     def __init__(self, worker):
         self.worker, self.stuck = worker, []
 
-    def silence(self, doing, *, is_stuck):
+    def silence(self, worker, *, is_stuck):
         self.stuck.append(is_stuck)
         return math.inf
 

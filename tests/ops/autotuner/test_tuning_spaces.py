@@ -73,7 +73,7 @@ def races(monkeypatch):
     measure = interleaved_with(seconds)
 
     def interleaved(functions, *, sampling, **options):
-        seen.append((sampling.plan.rounds, [function.function.candidate.config for function in functions]))
+        seen.append((sampling.plan.rounds, [runner.function.candidate.config for (runner,) in functions]))
         return measure(functions, sampling=sampling, **options)
 
     monkeypatch.setattr(timing, "interleaved", interleaved)
@@ -199,7 +199,7 @@ def go_on(known, stop=lambda: False, watch=None, **task):
     inv = dataclasses.replace(Invocation(kernel=kernel, args=(X,)).abstract(), kernel=kernel)
     task.setdefault("policy", AutotunePolicy(max_candidates=30))
     task = TuningTask(inv=inv, known=tuple(known), rounds=ROUNDS, **task)
-    return TuningRun(task, watch=watch, cancellation=Requested(stop)).run()
+    return TuningRun(task, watch=watch or Watch(), cancellation=Requested(stop)).run()
 
 
 def test_the_heuristic_is_measured_again_beside_known_times(races):

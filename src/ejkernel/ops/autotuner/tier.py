@@ -40,7 +40,6 @@ class AutotuneTier:
         self._store: MeasurementStore | None = None
         # Reentrant, because a tuner may resolve the call that it tunes.
         self._locks: dict[ConfigKey, threading.RLock] = {}
-        self._locks_guard = threading.Lock()
 
     @functools.cached_property
     def default_tuner(self) -> Autotuner:
@@ -115,7 +114,7 @@ class AutotuneTier:
             policy: The policy of the search.
             known: Returns the result of another thread that finished first, or `None`.
         """
-        lock = self._lock_of(inv.key)
+        lock = self._locks.setdefault(inv.key, threading.RLock())
         # A candidate that calls a kernel comes here on a measuring thread. The thread with the lock may be waiting for
         # this measuring thread, so never block here: measuring twice is better than a deadlock.
         held = lock.acquire(blocking=not is_measuring())
@@ -132,10 +131,6 @@ class AutotuneTier:
         finally:
             if held:
                 lock.release()
-
-    def _lock_of(self, key: ConfigKey) -> threading.RLock:
-        with self._locks_guard:
-            return self._locks.setdefault(key, threading.RLock())
 
 
 def _tuned_and_saved(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ejkernel.ops.autotuner.bench.oracle import REFERENCE, Oracle, Workload, result_names
 from ejkernel.ops.autotuner.measure.correctness import Deviation, deviations, is_all_finite
-from ejkernel.ops.autotuner.measure.measurement import check_room, peak_bytes
+from ejkernel.ops.autotuner.measure.measurement import check_room, largest, output_bytes, peak_bytes
 from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.errors import CandidateError, DeviceLostError, TuningError
@@ -49,8 +49,7 @@ def check(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]) -> None
     Raises:
         DeviceLostError: The device no longer works in this process.
     """
-    limit = oracle.limits.run
-    oracle.watch.begin("running", [candidate.config], limit.seconds)
+    oracle.watch.begin("running", [candidate.config], oracle.limits.run.seconds)
     with oracle.settings.during(repr(candidate.config)):
         _run_and_judge(oracle, candidate, compiled)
 
@@ -60,8 +59,8 @@ def _run_and_judge(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]
     at: Workload | None = None
     types: dict[int, str] = {}
     try:
-        peaks = [peak_bytes(program) for program in compiled]
-        candidate.peak_bytes = None if None in peaks else max(peak for peak in peaks if peak is not None)
+        candidate.peak_bytes = largest(map(peak_bytes, compiled))
+        candidate.output_bytes = largest(map(output_bytes, compiled))
         check_room(candidate.peak_bytes or 0, "the candidate")
         for at in oracle.workloads:
             start = time.perf_counter()
@@ -75,23 +74,11 @@ def _run_and_judge(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]
     except TuningError as error:
         candidate.fail(Status.FAILED, CandidateError(str(error)))
     except BaseException as error:  # noqa: BLE001 - candidates may raise anything; the reason is recorded
-        several = at is not None and at.case is not None
-        candidate.fail(Status.FAILED, CandidateError(at.named(error_text(error))) if several and at else error)
+        candidate.fail(Status.FAILED, error if at is None else CandidateError(at.named(error_text(error))))
         # If this error broke the device, all later candidates would fail too.
         check_device(oracle, candidate)
     else:
         candidate.compiled, candidate.status, candidate.result_types = compiled, Status.READY, "; ".join(types.values())
-
-
-def check_result_types(candidate: Candidate, heuristic: Candidate) -> None:
-    """Raise unless the types of a candidate's results are the heuristic's: programs are traced with the heuristic.
-
-    Raises:
-        CandidateError: They differ. The reference may differ from both, as only its values count.
-    """
-    got, want = candidate.result_types, heuristic.result_types
-    if want and got != want:
-        raise CandidateError(f"returns {got}, the heuristic {want}")
 
 
 def check_again(oracle: Oracle, candidate: Candidate) -> list[list[jax.ShapeDtypeStruct]]:
@@ -100,7 +87,6 @@ def check_again(oracle: Oracle, candidate: Candidate) -> list[list[jax.ShapeDtyp
     Raises:
         CandidateError: The results are wrong, or the program fails.
     """
-    assert candidate.compiled is not None
     types: dict[int, list[jax.ShapeDtypeStruct]] = {}
     for workload in oracle.workloads:
         try:
@@ -156,7 +142,6 @@ def check_on_more(oracle: Oracle, candidate: Candidate) -> int:
     Raises:
         CandidateError: Its results are wrong on one of the sets.
     """
-    assert candidate.compiled is not None
     start, compared = time.perf_counter(), 0
     for number, one in enumerate(oracle.all):
         for tried, (seed, scale) in enumerate(_sets(one)):

@@ -21,7 +21,7 @@ from ejkernel.ops.autotuner.bench.residuals import (
 )
 from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.config.policy import looking_only
-from ejkernel.ops.core.transformations.nodes import Choice, Node
+from ejkernel.ops.core.transformations.nodes import Node
 from ejkernel.ops.errors import CandidateError
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import compact
@@ -84,7 +84,7 @@ def pair_fault(oracle: Oracle, kept: Candidate | None) -> str:
         oracle: The call.
         kept: The heuristic, if it stays. It is checked with the saved configurations of the other direction.
     """
-    if oracle.contract_fault or kept is None or kept.compiled is None or not oracle.validate:
+    if oracle.contract_fault or kept is None or not kept.compiled or not oracle.validate:
         return oracle.contract_fault
     try:
         if has_other_partners(oracle):
@@ -136,16 +136,10 @@ def _excuse(oracle: Oracle, gradient: Node, inputs: Sequence[object], error: Bas
     Raises:
         CandidateError: The heuristic has a gradient, so the error is the candidate's.
     """
-    if _works(gradient, oracle.choice, inputs):
-        raise CandidateError(f"gradient: {error_text(error)}") from None
-    logger.info("%s: gradients are not checked, the kernel has none: %s", oracle.inv.op_id, error_text(error))
-    return False
-
-
-def _works(node: Node, choice: Choice, inputs: Sequence[object]) -> bool:
     try:
-        jax.block_until_ready(jax.jit(node.flat(choice))(*inputs))
-    except BaseException as error:  # noqa: BLE001 - any error means that it does not work
-        logger.debug("%s: the heuristic's gradient fails too: %s", node.spec.kernel.op_id, error_text(error))
+        jax.block_until_ready(jax.jit(gradient.flat(oracle.choice))(*inputs))
+    except BaseException as usual:  # noqa: BLE001 - any error means that it does not work
+        logger.debug("%s: the heuristic's gradient fails too: %s", oracle.inv.op_id, error_text(usual))
+        logger.info("%s: gradients are not checked, the kernel has none: %s", oracle.inv.op_id, error_text(error))
         return False
-    return True
+    raise CandidateError(f"gradient: {error_text(error)}") from None

@@ -46,9 +46,8 @@ def gradient_of(oracle: Oracle, results: Sequence[HasType]) -> tuple[Node, list[
     wrt, outs = differentiable(spec, arrays), tuple(map(is_inexact, results))
     if not isinstance(innermost(oracle.inv.node), Forward) or not any(wrt) or not any(outs):
         return None
-    rng = np.random.default_rng(
-        (oracle.seed, 1)
-    )  # other numbers than the arguments: the derivative along these may be zero
+    # Other numbers than the arguments: the derivative along these may be zero.
+    rng = np.random.default_rng((oracle.seed, 1))
     cotangents = [random_array(like, rng) for like, has in zip(results, outs, strict=True) if has]
     names = [f"the gradient of {name}" for name, has in zip(array_names(spec), wrt, strict=True) if has]
     return Vjp(oracle.inv.node, len(arrays), wrt, outs), [*arrays, *cotangents], names

@@ -98,12 +98,9 @@ class KeptSettings:
         for (name, before, after), suspects in changes.items():
             change = f"changed jax.config.{name} from {before} to {after}; the change is undone"
             hint = "inside a kernel, use a context, such as `with jax.default_matmul_precision(...)`"
-            text = f"{self._op_id}: {_any_of(suspects)} {change}; {hint}."
+            who = suspects[0] if len(suspects) == 1 else f"one of {', '.join(suspects)}" if suspects else "the kernel"
+            text = f"{self._op_id}: {who} {change}; {hint}."
             warn(text, TuningWarning)
-
-
-def _any_of(suspects: list[str]) -> str:
-    return suspects[0] if len(suspects) == 1 else f"one of {', '.join(suspects)}" if suspects else "the kernel"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,9 +125,13 @@ class Workload:
         return self.oracle.sets[self.draw]
 
     def judge(self, results: Sequence[object]) -> None:
-        """Raise a `CandidateError` with the name of the case unless the results are correct."""
+        """Raise a `CandidateError` with the name of the case unless the results are within tolerance of the reference.
+
+        Without validation, all results pass.
+        """
         try:
-            self.oracle.judge(results, self.draw)
+            if self.draw in self.oracle.expected:
+                self.oracle.compare(results, self.oracle.expected[self.draw], result_names(self.oracle.inv.node))
         except CandidateError as error:
             raise CandidateError(self.named(str(error))) from None
 
@@ -177,7 +178,7 @@ class Oracle:
         self._savers: dict[Any, Save] = {}
         self._references: dict[Node, Callable[..., Any]] = {}
         self._sets: dict[str, list[Any]] | None = None
-        self._expected: dict[str, Sequence[Any]] = {}
+        self.expected: dict[str, Sequence[Any]] = {}  # by set of inputs; empty without validation
         self._has_warned = False
         self.lacks_reference = False  # whether it did not compile in time
 
@@ -245,31 +246,30 @@ class Oracle:
     def _compute_own_references(self) -> None:
         if self._sets is not None:
             return
-        has_reference = overrides(self.inv.node.spec.kernel, "reference")
-        what = "the reference" if has_reference else "the heuristic, used as reference,"
         self.begin(REFERENCE)
-        with self.settings.during("the reference"):
-            self._compute_references(what)
+        try:
+            with self.settings.during("the reference"):
+                self._sets = self.inputs_of(self.seed)
+                if self.validate:
+                    self.expected = {
+                        draw: self.reference_results(self.inv.node, own) for draw, own in self.sets.items()
+                    }
+        except TuningError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - without inputs and results, no candidate can be checked
+            has_reference = overrides(self.inv.node.spec.kernel, "reference")
+            what = "the reference" if has_reference else "the heuristic, used as reference,"
+            raise TuningError(
+                f"{self.inv.op_id}: example inputs or {what} failed: {error_text(error, notes=True)}"
+            ) from compat.programs.without_our_frames(error)
         if self.lacks_reference:
             text = "the reference takes too long to compile for so small a budget; candidates are compared with"
             warn(f"{self.inv.op_id}: {text} the heuristic's results.", TuningWarning)
         self._warn_of_non_finite_references()
 
-    def _compute_references(self, what: str) -> None:
-        try:
-            self._sets = self.inputs_of(self.seed)
-            if self.validate:
-                self._expected = {draw: self.reference_results(self.inv.node, own) for draw, own in self._sets.items()}
-        except TuningError:
-            raise
-        except BaseException as error:  # noqa: BLE001 - without inputs and results, no candidate can be checked
-            raise TuningError(
-                f"{self.inv.op_id}: example inputs or {what} failed: {error_text(error, notes=True)}"
-            ) from compat.programs.without_our_frames(error)
-
     def _warn_of_non_finite_references(self) -> None:
         """Warn once if a reference result is NaN or infinite everywhere."""
-        results = itertools.chain.from_iterable(map(enumerate, self._expected.values()))
+        results = itertools.chain.from_iterable(map(enumerate, self.expected.values()))
         empty = [index for index, result in results if is_nowhere_finite(result)]
         if empty and not self._has_warned:
             self._has_warned = True
@@ -281,7 +281,7 @@ class Oracle:
     def renew(self) -> None:
         """Replace the inputs used so far by new ones, and recompute the reference results."""
         for oracle in self.all:
-            oracle._sets, oracle._expected = None, {}
+            oracle._sets, oracle.expected = None, {}
             oracle.seed += 1
         self.compute_references()
 
@@ -335,14 +335,6 @@ class Oracle:
     def has_reference(self) -> bool:
         """Whether the kernel has a reference that compiles within the time left."""
         return overrides(self.inv.node.spec.kernel, "reference") and not self.lacks_reference
-
-    def judge(self, results: Sequence[object], draw: str) -> None:
-        """Raise a `CandidateError` unless the results on a set of inputs are within tolerance of the reference results.
-
-        Without validation, all results pass.
-        """
-        if draw in self._expected:
-            self.compare(results, self._expected[draw], result_names(self.inv.node))
 
     def compare(self, results: Sequence[object], expected: Sequence[object], names: Sequence[str]) -> None:
         """Raise a `CandidateError` unless the results are within the tolerance of their dtypes."""

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -35,8 +36,6 @@ from ejkernel.ops.utils.formatting import compact
 # times as long as the best and more, while one with 20 bytes was the best (benchmarks/results/spills_h200.json).
 _SPILLS_MUCH: Final = 512
 _GRACE: Final = 10.0  # seconds for abandoning a compilation in this process, before the caller ends the attempt
-
-Finished = Callable[[Candidate], None]
 
 
 def _spills_much(spilled: int | None) -> bool:
@@ -68,12 +67,12 @@ class Preparation:
     compile_elsewhere: Callable[[Invocation[Any, Any], Choice], Program | None] | None = None
     width: int | None = None
     left: Callable[[], float] = lambda: math.inf
-    finished: Finished = lambda candidate: None
+    finished: Callable[[Candidate], None] = lambda candidate: None
 
     def __post_init__(self) -> None:
         self._owners: dict[str, Candidate] = {}
         self._lock = threading.Lock()
-        self._compiling: dict[int, list[Any]] = {}
+        self._compiling: dict[int, Any] = {}
         self._some_spill_little = False
 
     def prepare(self, candidates: Sequence[Candidate], *, stop: Callable[[], bool] = lambda: False) -> None:
@@ -97,14 +96,7 @@ class Preparation:
             f"the inputs{' of all calls together' * (len(self.oracle.all) > 1)}",
         )
         jobs = [in_callers_context(functools.partial(self._compile, candidate)) for candidate in candidates]
-
-        def changed(running: Sequence[int]) -> None:
-            with self._lock:  # threads abandoned by an earlier call may still run
-                self._compiling[id(jobs)] = [candidates[index].config for index in running]
-                watch.compiling([config for configs in self._compiling.values() for config in configs])
-
-        timeout = self.oracle.limits.compile
-        threads = CompileThreads(jobs, width=self.width, timeout=timeout, left=self.left, on_change=changed)
+        threads = CompileThreads(jobs, width=self.width, timeout=self.oracle.limits.compile, left=self.left)
         self.oracle.compute_references()  # while the first candidates are compiled
         self._watch_compiling()
         harmed = []
@@ -125,7 +117,7 @@ class Preparation:
             if candidate.deferred is not None and not stop():
                 self._prune_or_check(candidate, candidate.deferred)
                 self.finished(candidate)
-        self._report_twins(candidates)
+        self.settle(candidates)
 
     def _take(self, candidate: Candidate, done: Done[object]) -> None:
         """Record the result of a candidate's compilation, and run the candidate."""
@@ -162,9 +154,22 @@ class Preparation:
         self.oracle.watch.begin("compiling", [], self.oracle.limits.compile.seconds + _GRACE)
 
     def _compile(self, candidate: Candidate) -> Any:
-        candidate.damage = self.oracle.watch.damage()
-        with self.oracle.settings.during(repr(candidate.config)):
+        with self._reported(candidate), self.oracle.settings.during(repr(candidate.config)):
+            candidate.damage = self.oracle.watch.damage()
             return self._compile_for_all(candidate)
+
+    @contextlib.contextmanager
+    def _reported(self, candidate: Candidate) -> Iterator[None]:
+        """Report that a candidate is being compiled in the `with` block, which may crash or never end."""
+        with self._lock:
+            self._compiling[id(candidate)] = candidate.config
+            self.oracle.watch.compiling(list(self._compiling.values()))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._compiling.pop(id(candidate), None)
+                self.oracle.watch.compiling(list(self._compiling.values()))
 
     def _compile_for_all(self, candidate: Candidate) -> Any:
         found = [self._program(number, oracle.inv, candidate) for number, oracle in enumerate(self.oracle.all)]
@@ -211,9 +216,6 @@ class Preparation:
     def settle(self, candidates: Sequence[Candidate]) -> None:
         """Make the first of several candidates with one program its owner, whichever was compiled first."""
         self._reorder(candidates)
-        self._report_twins(candidates)
-
-    def _report_twins(self, candidates: Sequence[Candidate]) -> None:
         for candidate in candidates:
             if candidate.status == Status.SAME:
                 self.finished(candidate)

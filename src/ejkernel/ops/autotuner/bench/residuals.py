@@ -183,7 +183,6 @@ def check_backward(oracle: Oracle, candidate: Candidate) -> None:
     Raises:
         ResidualError: The gradient is wrong, or fails, with those residuals.
     """
-    assert candidate.compiled is not None
     for workload in oracle.workloads:
         one = workload.oracle
         lead, forward = one.inv.node.lead, one.inv.forward
@@ -199,7 +198,6 @@ def check_backward(oracle: Oracle, candidate: Candidate) -> None:
 def _check_with(workload: Workload, candidate: Candidate, config: object, primals: Sequence[Any]) -> None:
     """Check a backward candidate with the residuals of one forward configuration."""
     oracle, lead, program = workload.oracle, workload.oracle.inv.node.lead, candidate.compiled
-    assert program is not None
     usual = workload.arrays[:lead]
     saved: list[Any] = []
 

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.ops.autotuner.bench.checking import check_device
-from ejkernel.ops.autotuner.bench.oracle import Oracle, Workload
+from ejkernel.ops.autotuner.bench.oracle import Oracle
 from ejkernel.ops.autotuner.measure.measurement import (
-    OnEach,
+    COLD,
+    WARM,
     Runner,
     device_bytes,
     interleaved,
@@ -68,8 +69,12 @@ class Timing:
         oracle = self.oracle
         oracle.watch.begin("measuring", [runner.config for runner in runners], oracle.limits.idle)
         workloads, sets = oracle.workloads, self.argument_sets()
+        cases = [workload.case for workload in workloads if workload.case is not None]
         functions = [
-            _measured([self._runner(runner, index, *one) for one in zip(workloads, sets, strict=True)])
+            [
+                Runner(_Run(runner, runner.compiled[one.number], index, oracle.watch), own)
+                for one, own in zip(workloads, sets, strict=True)
+            ]
             for index, runner in enumerate(runners)
         ]
         failed: list[int] = []
@@ -84,21 +89,22 @@ class Timing:
             return stop()
 
         with oracle.settings.during(*(repr(runner.config) for runner in runners)):
-            measurements = interleaved(functions, sampling=sampling, warmup=self.warmup, stop=must_stop, on_error=left)
+            measurements = interleaved(
+                functions, cases=cases, sampling=sampling, warmup=self.warmup, stop=must_stop, on_error=left
+            )
         theirs = next((m.samples for m, own in zip(measurements, runners, strict=True) if own is heuristic), ())
-        for index, measurement in enumerate(measurements):
+        cache = COLD if all(len(own) > 1 for own in sets) else WARM
+        for index, (runner, measurement) in enumerate(zip(runners, measurements, strict=True)):
             if index not in failed and measurement.samples:
-                # The measurement does not know the compilation time.
-                seconds = runners[index].compile_seconds
-                timed = dataclasses.replace(measurement, compile_seconds=seconds)
-                runners[index].measurement, runners[index].beside = timed.beside(theirs), tuple(theirs)
-                runners[index].status, runners[index].is_recalled = Status.MEASURED, False
+                runner.measurement = dataclasses.replace(
+                    measurement.beside(theirs),
+                    cache=cache,
+                    compile_seconds=runner.compile_seconds,
+                    peak_bytes=runner.peak_bytes,
+                    output_bytes=runner.output_bytes,
+                )
+                runner.beside, runner.status, runner.is_recalled = tuple(theirs), Status.MEASURED, False
         return [runners[index] for index in sampling.ranking()]
-
-    def _runner(self, runner: Candidate, index: int, workload: Workload, sets: Sequence[Sequence[Any]]) -> Runner:
-        assert runner.compiled is not None  # candidates without a program are not measured
-        run = _Run(runner, runner.compiled[workload.number], index, self.oracle.watch)
-        return Runner(run, sets, case=workload.case)
 
     def argument_sets(self) -> list[list[list[Any]]]:
         """Return the inputs of each workload and, for cold caches, enough copies to exceed the caches.
@@ -128,10 +134,6 @@ class Timing:
         return sets
 
 
-def _measured(runners: Sequence[Runner]) -> Runner | OnEach:
-    return runners[0] if len(runners) == 1 else OnEach(tuple(runners))
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Run:
     """A candidate's program, called under watch."""
@@ -144,6 +146,3 @@ class _Run:
     def __call__(self, *arrays: jax.Array) -> Any:
         self.watch.running(self.index)
         return self.compiled(*arrays)
-
-    def memory_analysis(self) -> Any:
-        return self.compiled.memory_analysis()

@@ -158,7 +158,8 @@ def compile_bundle(
     Raises:
         ConfigError: The folder has other files or is not writable, or this machine cannot compile for the target.
     """
-    processes = processes if target.suits_processes else 0
+    # Other processes open no device, so an accelerator needs a description.
+    processes = processes if target.description or target.platform == "cpu" else 0
     # Raise once here instead of for each candidate.
     target.check(loads_compiler=not processes)
     compilers = {"target": target.fingerprint, "jax": jax.__version__, "jaxlib": str(version("jaxlib"))}
@@ -197,13 +198,13 @@ def _compile_call(
     if processes:
         pool = compile_processes(processes)
         jobs = [functools.partial(pool.run, job, lambda: timeout.seconds) for job in jobs]
-    shown = None if progress is None else functools.partial(_without_reference, progress, len(configs))
-    return carried_out(inv, jobs, width=processes or None, timeout=timeout, progress=shown, kept=programs.kept)
 
+    def without_reference(inv: Invocation[Any, Any], ended: int, _: int) -> None:
+        if progress is not None:
+            progress(inv, min(ended, len(configs)), len(configs))
 
-def _without_reference(progress: Progress, candidates: int, inv: Invocation[Any, Any], ended: int, _: int) -> None:
-    """Report the progress of a call. Its reference is one more job, but no candidate."""
-    progress(inv, min(ended, candidates), candidates)
+    done = carried_out(inv, jobs, width=processes or None, timeout=timeout, progress=without_reference)
+    return sorted(map(programs.kept, done), key=lambda each: each.index)
 
 
 def carried_out(
@@ -213,17 +214,14 @@ def carried_out(
     width: int | None,
     timeout: AdaptiveTimeout,
     progress: Progress | None,
-    kept: Callable[[Done[Program]], Done[Program]] = lambda done: done,
-) -> list[Done[Program]]:
-    """Return the result of each job of a call, from `width` threads; `kept` gets each as soon as it is there."""
-    ended: dict[int, Done[Program]] = {}
+) -> Iterator[Done[Program]]:
+    """Yield the result of each job of a call as soon as it is there, from `width` threads."""
     # Kernels called inside these kernels must not be tuned.
     inside = [in_callers_context(job, deeper=True) for job in jobs]
-    for done in CompileThreads(inside, width=width, timeout=timeout).results():
-        ended[done.index] = kept(done)
+    for count, done in enumerate(CompileThreads(inside, width=width, timeout=timeout).results(), 1):
+        yield done
         if progress is not None:
-            progress(inv, len(ended), len(jobs))
-    return [ended[index] for index in range(len(jobs))]
+            progress(inv, count, len(jobs))
 
 
 def aimed_calls(
@@ -322,20 +320,15 @@ def read_bundle(folder: Path) -> list[BundledCall]:
             f"{manifest.jaxlib}; this is {here[0]} with JAX {here[1]} and jaxlib {here[2]}. Measure it there, or "
             "compile it again."
         )
-    why_left = _other_libtpu(manifest.libtpu)
-    if why_left:
+    libtpu, why_left = version("libtpu"), ""
+    if manifest.libtpu not in ("", libtpu):
+        why_left = f"libtpu {manifest.libtpu} compiled them; here is {libtpu}"
         warn(f"the candidates of {folder} are compiled here: {why_left}", TuningWarning)
     for call in manifest.calls:
         with contextlib.suppress(DescriptionError):  # e.g. the module of its kernel is not imported
             inv = rebuild(call.description)
             config_type_of(inv, inv.kernel)  # lets the candidates name it
     return [_bundled(call, folder, why_left) for call in manifest.calls]
-
-
-def _other_libtpu(compiled_by: str) -> str:
-    """Return why this machine does not load programs compiled by that version of libtpu; empty if it does."""
-    here = version("libtpu")
-    return f"libtpu {compiled_by} compiled them; here is {here}" if compiled_by and compiled_by != here else ""
 
 
 def device_and_versions() -> tuple[str, str, str]:

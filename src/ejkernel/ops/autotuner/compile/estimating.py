@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from ejkernel.ops.autotuner.compile.bundles import MOST_CANDIDATES, Candidates, Progress, aimed_calls, carried_out
@@ -19,7 +19,7 @@ from ejkernel.ops.autotuner.compile.simulation import METHOD, check_simulated, s
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, Done, GivenUpError
 from ejkernel.ops.autotuner.process.worker import worker_session
-from ejkernel.ops.autotuner.trials.candidates import Program, config_id, heuristic_of
+from ejkernel.ops.autotuner.trials.candidates import Program, config_id, heuristic_of, is_in
 from ejkernel.ops.config.estimates import EstimatedRow, EstimateFiles, Estimates, row_of
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import kernel_of
@@ -67,22 +67,23 @@ def estimate_calls(
         ConfigError: This machine has no simulator for the target, or `store` is not writable.
     """
     check_simulated(target)
-    if simulate is None:
-        target.check(loads_compiler=False)
     found = []
     with contextlib.ExitStack() as stack:
         if simulate is None:
             simulate = _in_processes(stack, target, processes, timeout_s)
         for inv, configs in aimed_calls(calls, target, candidates, max_candidates, "estimate"):
-            rows = _Rows(inv, target, timeout_s, store)
-            left = rows.left(configs)
+            rows = {} if store is None else _earlier_rows(inv, configs, store)
+            left = [config for config in configs if config_id(config) not in rows]
             jobs = [functools.partial(simulate, inv, Choice(config=config, platform=inv.platform)) for config in left]
             # The processes have the same deadline, and end first.
             timeout = AdaptiveTimeout(first=2 * timeout_s, least=2 * timeout_s)
-            keep = functools.partial(rows.keep, left)
-            with rows.stored():
-                carried_out(inv, jobs, width=processes, timeout=timeout, progress=progress, kept=keep)
-            found.append(rows.estimates(configs))
+            try:
+                for done in carried_out(inv, jobs, width=processes, timeout=timeout, progress=progress):
+                    rows[config_id(left[done.index])] = _row(inv, left[done.index], done, target, timeout_s)
+            finally:  # an interrupted run stores what it has
+                if store is not None and rows:
+                    store.put(dataclasses.replace(Estimates.of(inv, METHOD, list(rows.values())), unfinished=True))
+            found.append(Estimates.of(inv, METHOD, [rows[config_id(config)] for config in configs]))
     if store is not None:
         for each in found:
             store.put(each)
@@ -91,6 +92,7 @@ def estimate_calls(
 
 def _in_processes(stack: contextlib.ExitStack, target: Target, count: int, timeout_s: float) -> Simulate:
     """Return a function that simulates in processes, which end with the stack."""
+    target.check(loads_compiler=False)
     stack.enter_context(worker_session())
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ejkernel-simulator-", ignore_cleanup_errors=True))
     pool: CompileProcesses = compile_processes(count, simulate=True)
@@ -102,58 +104,32 @@ def _in_processes(stack: contextlib.ExitStack, target: Target, count: int, timeo
     return simulate
 
 
-class _Rows:
-    """The rows of a call, by configuration; those of an interrupted run first."""
+def _earlier_rows(
+    inv: Invocation[Any, Any], configs: Sequence[object], store: EstimateFiles
+) -> dict[Any, EstimatedRow]:
+    """Return the rows that an interrupted run of this compiler has estimated, by configuration."""
+    earlier = store.load(inv.key)
+    if earlier is None or not earlier.unfinished or earlier.versions != Estimates.of(inv, METHOD, []).versions:
+        return {}
+    known = {_identity(row): row for row in earlier.rows if not row.reason.endswith(_FULL)}
+    pairs = ((config_id(config), known.get(_identity(row_of(config)))) for config in configs)
+    rows = {token: row for token, row in pairs if row is not None}
+    logger.info("%s: %d estimates of an interrupted run are used again", inv.op_id, len(rows))
+    return rows
 
-    def __init__(
-        self, inv: Invocation[Any, Any], target: Target, timeout_s: float, store: EstimateFiles | None
-    ) -> None:
-        self._inv, self._target, self._timeout_s, self._store = inv, target, timeout_s, store
-        self._heuristics = {config_id(config) for config in heuristic_of(inv, kernel_of(inv))}
-        self._rows: dict[Any, EstimatedRow] = {}
 
-    def left(self, configs: Sequence[object]) -> list[object]:
-        """Return the configurations that no interrupted run of this compiler has estimated."""
-        earlier = None if self._store is None else self._store.load(self._inv.key)
-        versions = Estimates.of(self._inv, METHOD, []).versions
-        if earlier is None or not earlier.unfinished or earlier.versions != versions:
-            return list(configs)
-        known = {_identity(row): row for row in earlier.rows if not row.reason.endswith(_FULL)}
-        for config in configs:
-            if (row := known.get(_identity(row_of(config)))) is not None:
-                self._rows[config_id(config)] = row
-        logger.info("%s: %d estimates of an interrupted run are used again", self._inv.op_id, len(self._rows))
-        return [config for config in configs if config_id(config) not in self._rows]
-
-    def keep(self, configs: Sequence[object], done: Done[Program]) -> Done[Program]:
-        """Add the row of a finished job; its index is that of its configuration."""
-        config = configs[done.index]
-        self._rows[config_id(config)] = self._row(config, done)
-        return done
-
-    @contextlib.contextmanager
-    def stored(self) -> Iterator[None]:
-        """Store the rows at the end of a `with` block, however it ends, as those of an unfinished run."""
-        try:
-            yield
-        finally:
-            found = dataclasses.replace(Estimates.of(self._inv, METHOD, list(self._rows.values())), unfinished=True)
-            if self._store is not None and found.rows:
-                self._store.put(found)
-
-    def estimates(self, configs: Sequence[object]) -> Estimates:
-        """Return the estimates of these configurations."""
-        return Estimates.of(self._inv, METHOD, [self._rows[config_id(config)] for config in configs])
-
-    def _row(self, config: object, done: Done[Program]) -> EstimatedRow:
-        program = done.result
-        known: dict[str, Any] = {"is_heuristic": config_id(config) in self._heuristics}
-        if program is None or program.cycles is None:
-            return row_of(config, reason=_why_not(done.error, self._timeout_s), **known)
-        least = program.cycles if program.least_cycles is None else program.least_cycles
-        known |= {"cycles": round(program.cycles, 1), "simulated": program.simulated}
-        us, least_us = (round(seconds_of(cycles, self._target) * 1e6, 4) for cycles in (program.cycles, least))
-        return row_of(config, us=us, least_us=least_us, **known)
+def _row(
+    inv: Invocation[Any, Any], config: object, done: Done[Program], target: Target, timeout_s: float
+) -> EstimatedRow:
+    """Return the row of a finished job."""
+    program = done.result
+    known: dict[str, Any] = {"is_heuristic": is_in(heuristic_of(inv, kernel_of(inv)), config)}
+    if program is None or program.cycles is None:
+        return row_of(config, reason=_why_not(done.error, timeout_s), **known)
+    least = program.cycles if program.least_cycles is None else program.least_cycles
+    known |= {"cycles": round(program.cycles, 1), "simulated": program.simulated}
+    us, least_us = (round(seconds_of(cycles, target) * 1e6, 4) for cycles in (program.cycles, least))
+    return row_of(config, us=us, least_us=least_us, **known)
 
 
 def _identity(row: EstimatedRow) -> tuple[str, str]:

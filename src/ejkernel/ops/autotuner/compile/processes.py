@@ -25,7 +25,7 @@ from ejkernel.ops.autotuner.process.outputs import flush
 from ejkernel.ops.autotuner.process.serve import reports
 from ejkernel.ops.autotuner.process.supervisor import WorkerDiedError, WorkerSilentError, WorkerStatus
 from ejkernel.ops.autotuner.process.threads import in_callers_context
-from ejkernel.ops.autotuner.process.worker import Worker, WorkerSlot, at_session_end, of_session
+from ejkernel.ops.autotuner.process.worker import Worker, WorkerSlot, of_session
 from ejkernel.ops.autotuner.trials.candidates import Program, is_first
 from ejkernel.ops.core.context import Scope, current_scope, entered
 from ejkernel.ops.core.invocation import Invocation
@@ -77,34 +77,35 @@ class CompileWorker(Worker):
             doing = WorkerStatus(what="compiling", allowed=allowed)
             program: Program = self.call(_carry_out, work, current_scope(), doing=doing)
         except WorkerDiedError as death:
-            said = sorted(_pass_on(self._written(), is_quiet=self._is_quiet), key=lambda line: not _FAULT.search(line))
+            said = sorted(self._passed_on()[1], key=lambda line: not _FAULT.search(line))
             kind = GivenUpError if isinstance(death, WorkerSilentError) else CandidateError
             raise kind(": ".join([str(death), *said[:1]])) from None
         except BaseException:
-            _pass_on(self._written(), is_quiet=self._is_quiet)
+            self._passed_on()
             raise
-        written = self._written()
-        _pass_on(written, is_quiet=self._is_quiet)
-        return dataclasses.replace(program, spilled=max(map(int, _SPILLED.findall(written)), default=0))
+        spilled = map(int, _SPILLED.findall(self._passed_on()[0]))
+        return dataclasses.replace(program, spilled=max(spilled, default=0))
+
+    def _passed_on(self) -> tuple[str, list[str]]:
+        """Return the output of the process since the last call, and its lines without the compilers' remarks.
+
+        Remarks are logged, all other lines are written to this process's standard error.
+        """
+        written, lines = self._written(), []
+        for line in filter(str.strip, written.splitlines()):
+            is_remark = _CHATTER.match(line) is not None
+            if not is_remark:
+                lines.append(line)
+            if self._is_quiet or is_remark:
+                logger.debug("a compiler wrote: %s", printable(line))
+            else:
+                sys.stderr.write(f"{line}\n")
+        return written, lines
 
     def _written(self) -> str:
-        """Return the output of the process since the last call."""
         data = os.pread(self._output, os.fstat(self._output).st_size, 0)
         os.ftruncate(self._output, 0)
         return data.decode(errors="replace")
-
-
-def _pass_on(written: str, *, is_quiet: bool) -> list[str]:
-    """Log the compilers' remarks; write all other lines to this process's standard error and return them."""
-    lines = []
-    for line in filter(str.strip, written.splitlines()):
-        if not _CHATTER.match(line):
-            lines.append(line)
-        if is_quiet or _CHATTER.match(line):
-            logger.debug("a compiler wrote: %s", printable(line))
-    if not is_quiet:
-        sys.stderr.writelines(f"{line}\n" for line in lines)
-    return lines
 
 
 class CompileProcesses:
@@ -187,9 +188,7 @@ def compile_processes(count: int, *, simulate: bool = False) -> CompileProcesses
     """Return the session's pool of `count` compile processes, or of processes that simulate (see `worker_session`)."""
     # A process takes seconds to start, so pools last for a session.
     make = functools.partial(CompileWorker, is_quiet=simulate)
-    pool = of_session(f"{'simulate' if simulate else 'compile'}-{count}", lambda: CompileProcesses(count, make))
-    at_session_end(pool.close)
-    return pool
+    return of_session(f"{'simulate' if simulate else 'compile'}-{count}", lambda: CompileProcesses(count, make))
 
 
 def usual_processes(target: Target | None) -> int:
@@ -220,7 +219,7 @@ class Compiler:
             work = functools.partial(compile_for, inv, choice, self._target)
             program = self._processes.run(work, lambda: self._timeout.within(self._left()), self._busy)
         except GivenUpError as error:
-            error.for_budget = self._timeout.is_short(self._left())
+            error.for_budget = self._timeout.within(self._left()) < self._timeout.seconds
             raise
         return None if program.why_left else program
 

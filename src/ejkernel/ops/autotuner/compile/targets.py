@@ -53,11 +53,6 @@ class Target:
         """Kind of device: `gpu`, `tpu` or `cpu`."""
         return self.fingerprint.partition(":")[0]
 
-    @property
-    def suits_processes(self) -> bool:
-        """Whether other processes can compile for it: they open no device, so an accelerator needs a description."""
-        return bool(self.description) or self.platform == "cpu"
-
     @classmethod
     def named(cls, name: str) -> Target:
         """Return the target of that name.

@@ -75,10 +75,6 @@ class AdaptiveTimeout:
             return self.seconds
         return min(self.seconds, max(left / 2, 2 * max(self._seen)))
 
-    def is_short(self, left: float) -> bool:
-        """Return whether the remaining time reduces the allowed seconds."""
-        return self.within(left) < self.seconds
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Done(Generic[T]):
@@ -105,8 +101,6 @@ class CompileThreads(Generic[T]):
         width: Number of parallel jobs; the number of cores by default.
         timeout: Deadline of each job; learns from successful jobs.
         left: Returns the seconds that remain for all jobs.
-        on_change: Called from any thread with the indices of the running jobs, before a job starts and after it ends.
-            An abandoned job counts as running until it ends.
         clock: Returns the time in seconds.
     """
 
@@ -117,18 +111,14 @@ class CompileThreads(Generic[T]):
         width: int | None = None,
         timeout: AdaptiveTimeout,
         left: Callable[[], float] = lambda: math.inf,
-        on_change: Callable[[Sequence[int]], None] = lambda running: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._waiting = collections.deque(enumerate(jobs))
         self._width = width or default_width()
         self._timeout = timeout
         self._left = left
-        self._on_change = on_change
         self._clock = clock
         self._running: dict[int, float] = {}  # start times of the jobs, without abandoned ones
-        self._under_way: dict[int, None] = {}
-        self._lock = threading.Lock()
         self._ended: queue.SimpleQueue[Done[T]] = queue.SimpleQueue()
         self._fill()
 
@@ -151,9 +141,6 @@ class CompileThreads(Generic[T]):
         while self._waiting and len(self._running) < self._width:
             index, job = self._waiting.popleft()
             start = self._running[index] = self._clock()
-            with self._lock:
-                self._under_way[index] = None
-                self._on_change(list(self._under_way))  # before its start: the job may crash the process
             # Threads suffice, because XLA releases the interpreter lock. Daemons, because a stuck thread can only be
             # abandoned.
             thread = threading.Thread(target=self._work, args=(index, job, start), name="ejkernel-compile", daemon=True)
@@ -168,12 +155,7 @@ class CompileThreads(Generic[T]):
         # Including `KeyboardInterrupt`: Ctrl-C reaches only the main thread, so this comes from the candidate.
         except BaseException as raised:  # noqa: BLE001 - the caller decides
             error = raised.with_traceback(None)
-        try:
-            with self._lock:
-                del self._under_way[index]
-                self._on_change(list(self._under_way))
-        finally:
-            self._ended.put(Done(index, result, error, self._clock() - start))
+        self._ended.put(Done(index, result, error, self._clock() - start))
 
     def _given_up(self) -> Iterator[Done[Any]]:
         allowed, now = self._timeout.within(self._left()), self._clock()

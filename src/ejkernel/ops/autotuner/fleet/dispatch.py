@@ -11,10 +11,10 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ejkernel.ops.autotuner.fleet.lines import FolderLine, Line
-from ejkernel.ops.autotuner.fleet.place import Assignment, Location, RefusedError, carry_out, tune_at_place, versions
+from ejkernel.ops.autotuner.fleet.place import Assignment, RefusedError, carry_out, location, tune_at_place, versions
 from ejkernel.ops.autotuner.process.supervisor import Supervisor, WorkerDiedError, WorkerStatus, interrupts_held_back
 from ejkernel.ops.autotuner.process.watch import Cancellation, Instruction
 from ejkernel.ops.autotuner.process.worker import this_slot
@@ -54,11 +54,6 @@ class ExecutorWorker(Supervisor):
         self._received: collections.deque[bytes] = collections.deque()
         self._is_over = False
 
-    @property
-    def accused(self) -> list[Any]:
-        """See `Supervisor`."""
-        return list(self.doing.configs)
-
     def post(self, request: bytes) -> None:
         """See `Supervisor`."""
         self._task = self._submit(request)
@@ -71,20 +66,17 @@ class ExecutorWorker(Supervisor):
             is_done = self._task.done() or bool(concurrent.futures.wait([self._task], timeout=_LOOK).done)
             self._received.extend(self.line.heard())
             if is_done and not self._received:
-                self._received.extend(self._task_answer(self._task))
+                try:
+                    self._received.extend(self._task.result())
+                except concurrent.futures.CancelledError:
+                    raise WorkerDiedError("its task was cancelled") from None
+                except BaseException as error:
+                    # A worker returns its exceptions as `Raised`, so this is an error of the executor.
+                    raise WorkerDiedError(error_text(error)) from error
                 self._is_over = True
         if self._is_over and not self._received:
             raise WorkerDiedError("its task ended without an answer")
         return self._received.popleft() if self._received else None
-
-    def _task_answer(self, task: concurrent.futures.Future[tuple[bytes, ...]]) -> tuple[bytes, ...]:
-        try:
-            return tuple(task.result())
-        except concurrent.futures.CancelledError:
-            raise WorkerDiedError("its task was cancelled") from None
-        except BaseException as error:
-            # A worker returns its exceptions as `Raised`, so this is an error of the executor.
-            raise WorkerDiedError(error_text(error)) from error
 
     def tell(self, instruction: Instruction) -> None:
         """See `Supervisor`. A worker that has not started, or has no line, cannot end its search early."""
@@ -92,14 +84,10 @@ class ExecutorWorker(Supervisor):
             return
         self.line.tell(instruction)
         self._received.extend(self.line.heard())
-        is_heard = self.where is not None or bool(self._received)
+        is_heard = bool(self.where or self._received)
         if instruction == Instruction.END and self._task is not None and not is_heard and not self._task.done():
             self._task.cancel()
             self._is_over = True
-
-    def close(self) -> None:
-        """Close the line; a worker that is still connected ends at once."""
-        self.line.close()
 
 
 def tune_elsewhere(task: TuningTask) -> AutotuneData:
@@ -133,7 +121,9 @@ class _Dispatch:
         """See `tune_elsewhere`."""
         try:
             while True:
-                with contextlib.closing(ExecutorWorker(self._new_line(), self._submit)) as worker:
+                new_line = FolderLine.new if self._here else getattr(self._executor, "line", FolderLine.new)
+                with contextlib.closing(new_line()) as line:  # ends a worker that is still connected
+                    worker = ExecutorWorker(line, self._submit)
                     try:
                         data = self._carried_out(worker)
                     except RefusedError as refusal:
@@ -150,9 +140,7 @@ class _Dispatch:
 
     def _carried_out(self, worker: ExecutorWorker) -> AutotuneData:
         task = dataclasses.replace(self._journal.task(), spent=self._spent)
-        assignment = Assignment(
-            task=task, scope=_scope(), versions=versions(), caller=Location.here(), line=worker.line
-        )
+        assignment = Assignment(task=task, scope=_scope(), versions=versions(), caller=location(), line=worker.line)
         try:
             data: AutotuneData = worker.call(
                 tune_at_place,
@@ -201,10 +189,6 @@ class _Dispatch:
         self._journal.attribute_crash(reason, worker.doing.what, worker.accused)
         where = f" ({worker.where})" if worker.where else ""
         emit(WorkerRestarted(self._task.inv.key, f"a worker was lost{where}: {reason}{named(worker.accused)}"))
-
-    def _new_line(self) -> Line:
-        make: Callable[[], Line] = FolderLine.new if self._here else getattr(self._executor, "line", FolderLine.new)
-        return make()
 
 
 def _scope() -> Scope:

@@ -11,17 +11,14 @@ import atexit
 import dataclasses
 import functools
 import os
-import secrets
 import shutil
-import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from ejkernel.ops.autotuner.process.messages import first_message, framed
 from ejkernel.ops.autotuner.process.watch import Instruction
-
-_LENGTH = struct.Struct("<Q")
 
 
 class Line(Protocol):
@@ -56,35 +53,29 @@ class FolderLine:
 
     Attributes:
         folder: The folder.
-        secret: Content of a file in the parent folder; tells it from a folder of the same name on another machine.
         read: Number of bytes that the caller has read.
     """
 
     folder: Path
-    secret: str
     read: int = 0
 
     @classmethod
     def new(cls) -> FolderLine:
         """Return a line of this process."""
-        around, secret = _folder_of_this_process(os.getpid())
-        return cls(Path(tempfile.mkdtemp(dir=around)), secret)
+        return cls(Path(tempfile.mkdtemp(dir=_folder_of_this_process(os.getpid()))))
 
     def heard(self) -> Iterator[bytes]:
         """See `Line`."""
         try:
             with open(self.folder / "said", "rb") as file:
                 file.seek(self.read)
-                new = file.read()
+                new = bytearray(file.read())
         except FileNotFoundError:
             return
-        while len(new) >= _LENGTH.size:
-            whole = _LENGTH.size + _LENGTH.unpack_from(new)[0]
-            if len(new) < whole:  # the worker is still writing it, or was lost
-                return
-            yield new[_LENGTH.size : whole]
-            self.read += whole
-            new = new[whole:]
+        # An incomplete message stays: the worker is still writing it, or was lost.
+        while (message := first_message(new)) is not None:
+            self.read += len(framed(message))
+            yield message
 
     def tell(self, instruction: Instruction) -> None:
         """See `Line`."""
@@ -96,16 +87,13 @@ class FolderLine:
 
     def connect(self) -> bool:
         """See `Line`."""
-        try:
-            return (self.folder.parent / "secret").read_text() == self.secret
-        except OSError:
-            return False
+        return self.folder.parent.exists()  # another machine has no folder of this random name
 
     def say(self, message: bytes) -> None:
         """See `Line`."""
         try:
             with open(self.folder / "said", "ab", buffering=0) as file:
-                file.write(_LENGTH.pack(len(message)) + message)
+                file.write(framed(message))
         except FileNotFoundError:  # the caller is gone; `instruction` reports it
             return
 
@@ -117,16 +105,14 @@ class FolderLine:
 
 
 @functools.cache
-def _folder_of_this_process(pid: int) -> tuple[Path, str]:
-    """Return a folder that this process removes at its end, and its secret.
+def _folder_of_this_process(pid: int) -> Path:
+    """Return a folder that this process removes at its end.
 
     If this folder exists but the folder of a line does not, the caller has closed the line.
     """
     folder = Path(tempfile.mkdtemp(prefix="ejkernel-lines-"))  # private to this user
-    secret = secrets.token_hex()
-    (folder / "secret").write_text(secret)
     atexit.register(_remove, folder, pid)
-    return folder, secret
+    return folder
 
 
 def _remove(folder: Path, pid: int) -> None:

@@ -72,20 +72,9 @@ class RefusedError(TuningError):
     """This machine cannot run the task."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Location:
-    """A process: the name of its machine and its pid."""
-
-    machine: str
-    pid: int
-
-    @classmethod
-    def here(cls) -> Location:
-        """Return the location of this process."""
-        return cls(platform.node(), os.getpid())
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.machine}"
+def location(pid: int | None = None) -> str:
+    """Return the name of a process of this machine, by default this one."""
+    return f"process {os.getpid() if pid is None else pid} on {platform.node()}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +91,14 @@ class Assignment:
 
     task: TuningTask
     scope: Scope
-    versions: tuple[str, str]
-    caller: Location
+    versions: str
+    caller: str
     line: Line
 
 
-def versions() -> tuple[str, str]:
+def versions() -> str:
     """Return the versions of JAX and jaxlib, which measurements depend on."""
-    return jax.__version__, str(version("jaxlib"))
+    return f"JAX {jax.__version__} and jaxlib {version('jaxlib')}"
 
 
 def carry_out(sent: bytes) -> tuple[bytes, ...]:
@@ -121,7 +110,7 @@ def carry_out(sent: bytes) -> tuple[bytes, ...]:
 def tune_at_place(assignment: Assignment) -> list[Message]:
     """Run an assignment in this thread; return the messages that the line did not carry, and then the answer."""
     reporter = _Reporter(assignment)
-    is_local = assignment.caller == Location.here()
+    is_local = assignment.caller == location()
     if not is_local:
         _leave_interrupts_to(assignment.caller)
     if reporter.instruction() != Instruction.GO_ON:
@@ -142,10 +131,9 @@ def _found(assignment: Assignment, reporter: _Reporter) -> AutotuneData:
     Raises:
         RefusedError: This machine lacks the device or the versions of the call.
     """
-    here = Location.here()
+    here = location()
     if versions() != assignment.versions:
-        mine, theirs = (f"JAX {jax_version} and jaxlib {lib}" for jax_version, lib in (versions(), assignment.versions))
-        raise RefusedError(f"{here} has {mine}, the caller {theirs}")
+        raise RefusedError(f"{here} has {versions()}, the caller {assignment.versions}")
     wanted = assignment.task.inv.device_fingerprint
     devices = devices_of(wanted.partition(":")[0])
     if not devices:
@@ -188,7 +176,7 @@ class _Reporter:
         self.kept: list[Message] = []
         self.cancellation = Cancellation()
         if self._is_connected:
-            self.say(Arrived(Location.here()))
+            self.say(Arrived(location()))
 
     def say(self, message: Message) -> None:
         """Send a message, or keep it for the answer."""
@@ -236,13 +224,13 @@ class _Reporter:
             yield
 
 
-def _leave_interrupts_to(caller: Location) -> None:
+def _leave_interrupts_to(caller: str) -> None:
     """Ignore Ctrl-C if the caller started this process: a terminal sends it to both.
 
     An idle pool process that dies of Ctrl-C breaks the pool, which then kills the busy ones.
     """
     parent = parent_process()
-    is_mine = parent is not None and Location(platform.node(), parent.pid or 0) == caller
+    is_mine = parent is not None and location(parent.pid) == caller
     if is_mine and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -88,9 +88,7 @@ def _finite_count(result: Any) -> int:
     return int(np.isfinite(wide if wide.dtype.itemsize >= 4 else wide.astype(np.float32)).sum())
 
 
-@jax.jit
-def _count_finite(result: Any) -> Any:
-    return jnp.isfinite(result).sum()
+_count_finite: Final = jax.jit(lambda result: jnp.isfinite(result).sum())
 
 
 def check_results(results: Sequence[object], truth: Sequence[object], **options: Any) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import jax
@@ -39,7 +40,6 @@ from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.fingerprint import default_device
 from ejkernel.ops.utils.formatting import size
 from ejkernel.ops.utils.messages.names import check_argument, is_count
-from ejkernel.ops.utils.values.signature import is_array
 
 logger = logging.getLogger(__name__)
 
@@ -100,81 +100,24 @@ class Measurement:
 
 
 class Runner:
-    """A compiled function with its arguments, ready to be measured.
+    """A function that is called with sets of arguments in turn.
 
-    Calls cycle through the sets of arguments. A single set stays in the device's caches; with as many sets as
-    `sets_for_cold` returns, no call finds its arguments in a cache.
+    A single set stays in the device's caches; with as many sets as `sets_for_cold` returns, no call finds its arguments
+    in a cache.
 
     Args:
-        function: The function; a `jax.stages.Compiled` also provides memory figures.
+        function: The function.
         argument_sets: Sets of positional arguments of equal shapes; at least one.
-        case: The case of these arguments, if there are several.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        argument_sets: Sequence[Sequence[object]] = ((),),
-        *,
-        case: Case | None = None,
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], argument_sets: Sequence[Sequence[object]]) -> None:
         self.function = function
-        self.argument_sets = tuple(tuple(arguments) for arguments in argument_sets)
-        self.case = case
-        self._next = 0
+        self.argument_sets = argument_sets
+        self._turns = itertools.cycle(argument_sets)
 
     def __call__(self) -> Any:
         """Call the function with the next set of arguments."""
-        arguments = self.argument_sets[self._next]
-        self._next = (self._next + 1) % len(self.argument_sets)
-        return self.function(*arguments)
-
-    @property
-    def cache(self) -> str:
-        """`cold` with enough sets of arguments for cold caches, otherwise `warm`."""
-        enough = sets_for_cold(_bytes_of(self.argument_sets[0]))
-        return COLD if 1 < enough <= len(self.argument_sets) else WARM
-
-    def measurement(self, samples: Sequence[float], method: str) -> Measurement:
-        """Return a measurement of these samples, with the memory figures of this runner."""
-        tells = hasattr(self.function, "memory_analysis")
-        return Measurement(
-            samples=tuple(samples),
-            method=method,
-            cache=self.cache,
-            peak_bytes=peak_bytes(self.function) if tells else None,
-            output_bytes=output_bytes(self.function) if tells else None,
-        )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OnEach:
-    """A candidate measured on several cases: each round samples all of them, and the mean is the round's sample.
-
-    Attributes:
-        runners: One runner for each case.
-    """
-
-    runners: tuple[Runner, ...]
-
-    @property
-    def cases(self) -> tuple[Case, ...]:
-        """The cases."""
-        return tuple(runner.case for runner in self.runners if runner.case is not None)
-
-    def measurement(self, noted: Sequence[Sample], samples: Sequence[float], method: str) -> Measurement:
-        """Return the measurement for the recorded samples and their means, with the memory figures of the runners."""
-        each = [runner.measurement((), method) for runner in self.runners]
-        times = in_each(noted, by_work=method == PROCESSOR) or [()] * len(each)
-        peaks, outputs = ([getattr(one, name) for one in each] for name in ("peak_bytes", "output_bytes"))
-        return Measurement(
-            samples=tuple(samples),
-            method=method,
-            cache=COLD if all(one.cache == COLD for one in each) else WARM,
-            peak_bytes=None if None in peaks else max(peaks),
-            output_bytes=None if None in outputs else max(outputs),
-            cases=tuple(dataclasses.replace(c, samples=own) for c, own in zip(self.cases, times, strict=True)),
-        )
+        return self.function(*next(self._turns))
 
 
 def sets_for_cold(bytes_of_one: int) -> int:
@@ -189,16 +132,10 @@ def sets_for_cold(bytes_of_one: int) -> int:
     return 1 if bytes_of_one <= 0 else max(2, -(-_TIMES_CACHE * _CACHE_BYTES // bytes_of_one))
 
 
-def _bytes_of(arguments: Sequence[object]) -> int:
-    return sum(num_bytes(leaf) for leaf in jax.tree.leaves(arguments) if is_array(leaf))
-
-
-Measured = Callable[[], Any] | OnEach
-
-
 def interleaved(
-    functions: Sequence[Measured],
+    functions: Sequence[Sequence[Callable[[], Any]]],
     *,
+    cases: Sequence[Case] = (),
     rounds: int = 10,
     sampling: Sampling | None = None,
     warmup: int = 2,
@@ -212,7 +149,9 @@ def interleaved(
     disturb the clock, the samples are processor time.
 
     Args:
-        functions: The functions; a `Runner` adds memory figures. Either all or none are `OnEach`, with the same cases.
+        functions: For each candidate one function, or one for each of `cases`; each round then samples all of them, and
+            their mean is the round's sample.
+        cases: The cases, if there are several.
         rounds: The number of samples of each function, without `sampling`.
         sampling: The rules that decide which functions to sample, and which is the best.
         warmup: Calls of each function before its first sample.
@@ -221,11 +160,10 @@ def interleaved(
             and keeps its samples. Without it, the error is raised.
     """
     sampling = sampling or Sampling(len(functions), plan=SamplingPlan.fixed(rounds), incumbents=())
-    parts = list(map(_parts, functions))
-    sampler = _Sampler(parts, sampling, stop, on_error)
+    sampler = _Sampler(functions, cases, sampling, stop, on_error)
     calls = sampler.warmed_up(warmup)
     # one timer for all: times of different timers do not compare
-    timer = choose_timer([part for index in sampling.running for part in parts[index]])
+    timer = choose_timer([function for index in sampling.running for function in functions[index]])
     try:
         try:
             sampler.run(timer, calls)
@@ -238,26 +176,20 @@ def interleaved(
         sampler.run(timer, calls)
     witness, samples = sampling.judged
     method = PROCESSOR if witness == PROCESSOR else timer.method
-    found = zip(parts, sampling.noted, samples, strict=True)
-    return [
-        runners[0].measurement(values, method)
-        if len(runners) == 1
-        else OnEach(runners).measurement(noted, values, method)
-        for runners, noted, values in found
-    ]
-
-
-def _parts(function: Measured) -> tuple[Runner, ...]:
-    if isinstance(function, OnEach):
-        return function.runners
-    return (function if isinstance(function, Runner) else Runner(function),)
+    measurements = []
+    for noted, values in zip(sampling.noted, samples, strict=True):
+        times = in_each(noted, by_work=witness == PROCESSOR) or [()] * len(cases)
+        own = tuple(dataclasses.replace(case, samples=each) for case, each in zip(cases, times, strict=True))
+        measurements.append(Measurement(samples=values, method=method, cases=own))
+    return measurements
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Sampler:
     """Samples functions as a `Sampling` decides, case by case."""
 
-    functions: Sequence[tuple[Runner, ...]]
+    functions: Sequence[Sequence[Callable[[], Any]]]
+    cases: Sequence[Case]
     sampling: Sampling
     stop: Callable[[], bool]
     on_error: Callable[[int, BaseException], None] | None
@@ -280,7 +212,7 @@ class _Sampler:
         """Sample the functions that the sampling asks for, until it is decided or `stop` ends it."""
         while indices := self.sampling.next_round():
             taken: dict[int, list[Sample]] = {index: [] for index in indices}
-            for case in range(max(len(self.functions[index]) for index in indices)):
+            for case in range(len(self.functions[indices[0]])):
                 for index in self.sampling.next_round():  # without those that have failed in this round
                     # by now some function has a sample, so an interrupted search has an answer
                     if any(self.sampling.samples) and self.stop():
@@ -294,10 +226,8 @@ class _Sampler:
         if seconds is None:
             return
         taken.append(Sample(seconds, work_between(before, timer.threads(), calls[case])))
-        parts = self.functions[index]
-        if len(taken) == len(parts):
-            weights = [1.0 if part.case is None else part.case.weight for part in parts]
-            mean = mean_sample(taken, weights)
+        if len(taken) == len(self.functions[index]):
+            mean = mean_sample(taken, [case.weight for case in self.cases])
             self.sampling.note(index, mean.seconds, mean.work, mean.cases)
 
     def _cases(self, index: int) -> Iterator[int]:
@@ -308,17 +238,16 @@ class _Sampler:
 
     def tried(self, index: int, case: int, time: Callable[[Callable[[], Any], int], N], count: int) -> N | None:
         """Time a function; return `None` if it raised; it is then no longer sampled."""
-        function = self.functions[index][case]
         try:
-            return time(function, count)
+            return time(self.functions[index][case], count)
         except TimerError:
             raise
         except BaseException as error:  # the measuring thread receives no Ctrl-C, so the function raised this
             if self.on_error is None:
                 raise
             self.sampling.fail(index)
-            if function.case is not None:
-                error = CandidateError(f"on {function.case.name}: {error_text(error)}")
+            if self.cases:
+                error = CandidateError(f"on {self.cases[case].name}: {error_text(error)}")
             self.on_error(index, error)
             return None
 
@@ -405,6 +334,12 @@ def output_bytes(compiled: Any) -> int | None:
     """Return the bytes of a compiled program's results; `None` if the compiler cannot tell."""
     analysis = compiled.memory_analysis()
     return None if analysis is None else int(analysis.output_size_in_bytes)
+
+
+def largest(sizes: Iterable[int | None]) -> int | None:
+    """Return the largest size; `None` if one is unknown."""
+    known = list(sizes)
+    return None if None in known else max(size for size in known if size is not None)
 
 
 def device_bytes() -> int | None:

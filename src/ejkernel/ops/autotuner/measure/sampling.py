@@ -343,8 +343,8 @@ def geometric_mean(pairs: Iterable[tuple[float, float]]) -> float:
         return pairs[0][0]
     if any(value <= 0 for value, _ in pairs):
         return 0.0
-    total = math.fsum(weight for _, weight in pairs)
-    return math.exp(math.fsum(weight * math.log(value) for value, weight in pairs) / total)
+    values, weights = zip(*pairs, strict=True)
+    return math.exp(statistics.fmean(map(math.log, values), weights))
 
 
 def mean_sample(samples: Sequence[Sample], weights: Sequence[float]) -> Sample:

@@ -52,11 +52,6 @@ class Timer:
     threads: Callable[[], Mapping[str, float]] = dict
 
 
-def now() -> float:
-    """Return the time in seconds of the clock that deadlines use."""
-    return _CLOCK()
-
-
 def wall_sample(function: Callable[[], Any], calls: int) -> float:
     """Return the seconds per call of `calls` calls, issued back to back with one wait at the end."""
     start = _CLOCK()

@@ -67,7 +67,7 @@ def spread(work: Callable[[T], R], items: Sequence[T], *, devices: int, fingerpr
         raise TuningError(f"no device {name_of_device(fingerprint)} to measure on: {'; '.join(absent)}")
     if absent:
         warn(f"{len(absent)} of {len(slots)} devices are not usable: {'; '.join(absent)}", TuningWarning)
-    return [results[index] for index in range(len(items))]
+    return results
 
 
 def in_parallel(work: Callable[[T], R], items: Sequence[T], *, most: int) -> list[R | BaseException]:
@@ -82,14 +82,13 @@ def in_parallel(work: Callable[[T], R], items: Sequence[T], *, most: int) -> lis
         most: Maximum number of threads.
     """
     slots = [WorkerSlot(Worker) for _ in range(min(most, len(items)))]
-    results = _shared_out(work, items, slots, lambda: True)
-    return [results[index] for index in range(len(items))]
+    return _shared_out(work, items, slots, lambda: True)
 
 
 def _shared_out(
     work: Callable[[T], R], items: Sequence[T], slots: Sequence[WorkerSlot[Worker]], may_work: Callable[[], bool]
-) -> dict[int, R | BaseException]:
-    """Return the results and exceptions by position; items that no thread may work on are missing."""
+) -> list[R | BaseException]:
+    """Return the results and exceptions in the order of the items, without items that no thread may work on."""
     waiting = collections.deque(enumerate(items))
     results: dict[int, R | BaseException] = {}
 
@@ -123,7 +122,7 @@ def _shared_out(
                 slot.abandon()
             raise
         raise
-    return results
+    return [results[index] for index in sorted(results)]
 
 
 def _wait_for(threads: Sequence[concurrent.futures.Future[None]]) -> None:

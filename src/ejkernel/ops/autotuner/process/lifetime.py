@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker, spawn, util
 from pathlib import Path
 from typing import Any, TypeVar
@@ -102,7 +102,8 @@ def _safe_path() -> Iterator[None]:
         data = prepared(name)
         if not os.path.isfile(data.get("init_main_from_path", "")):  # e.g. `<stdin>`: there is nothing to import
             data.pop("init_main_from_path", None)
-        return data | {"sys_path": _with_users_last(data["sys_path"])}
+        users = [folder for folder in data["sys_path"] if folder in _folders]
+        return data | {"sys_path": [*(folder for folder in data["sys_path"] if folder not in users), *users]}
 
     # Neither has a public setter; `multiprocessing` reads both when it starts a process.
     util._args_from_interpreter_flags = lambda: [*flags(), "-P"]  # type: ignore[attr-defined]
@@ -114,8 +115,10 @@ def _safe_path() -> Iterator[None]:
         spawn.get_preparation_data = prepared
 
 
-_starters: dict[int, SerialThread] = {}
-_guard = threading.Lock()
+@functools.cache
+def _starter(pid: int) -> SerialThread:
+    """Return the thread that starts processes; a fork, which has another pid, needs a new one."""
+    return SerialThread(f"ejkernel-starter-{pid}")
 
 
 def start_process(start: Callable[[], Any]) -> None:
@@ -124,11 +127,7 @@ def start_process(start: Callable[[], Any]) -> None:
     Linux ends a child with its parent *thread*. Children start with Ctrl-C blocked. A terminal sends Ctrl-C to its
     whole process group, and a child leaves the group only once it runs our code. A Ctrl-C before that is dropped.
     """
-    with _guard:
-        starter = _starters.get(os.getpid())  # a fork needs a new thread
-        if starter is None:
-            starter = _starters[os.getpid()] = SerialThread("ejkernel-starter")
-    starter.submit(functools.partial(_started, start)).result()
+    _starter(os.getpid()).submit(functools.partial(_started, start)).result()
 
 
 def _started(start: Callable[[], Any]) -> None:
@@ -171,11 +170,6 @@ def look_in(folder: Path) -> None:
     own |= {os.path.join(place, "lib-dynload") for place in own}
     sys.path.insert(max((index + 1 for index, place in enumerate(sys.path) if place in own), default=0), name)
     _folders.append(name)
-
-
-def _with_users_last(paths: Sequence[str]) -> list[str]:
-    """Return `paths` with the folders added by `look_in` at the end."""
-    return [*(name for name in paths if name not in _folders), *(name for name in paths if name in _folders)]
 
 
 def module_path() -> tuple[list[str], list[str]]:

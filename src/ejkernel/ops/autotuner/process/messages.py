@@ -32,14 +32,6 @@ _LARGEST = 1 << 40  # bytes; a larger size is not the header of a message
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Request:
-    """Asks a worker to call a function defined at the top level of a module."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Message:
     """Base class of a worker's messages."""
 
@@ -48,7 +40,7 @@ class Message:
 class Arrived(Message):
     """The request has reached a worker, which an executor chose."""
 
-    where: Any
+    where: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,13 +125,13 @@ def unpickled(data: bytes) -> Any:
 
 
 def carried_out(sent: bytes) -> Returned | Raised:
-    """Run a pickled `Request`; return its result or its error."""
+    """Call a pickled partial of a function at the top level of a module; return its result or its error."""
     try:
-        request: Request = unpickled(sent)
+        request: Callable[[], Any] = unpickled(sent)
     except BaseException as error:  # noqa: BLE001 - e.g. a class is missing in its module
         return Raised(_unsendable(error))
     try:
-        return Returned(request.function(*request.args))
+        return Returned(request())
     except BaseException as error:  # noqa: BLE001 - raised in the parent
         return Raised(sendable(error))
 
@@ -169,34 +161,49 @@ def sendable(error: BaseException) -> BaseException:
     return bare
 
 
-# --- the pipe ---
+# --- framing, and the pipe ---
+
+
+def framed(data: bytes) -> bytes:
+    """Return a message with its length in front."""
+    return _HEADER.pack(len(data)) + data
+
+
+def first_message(incoming: bytearray) -> bytes | None:
+    """Remove the first message from `incoming` and return it; `None` if it is not complete."""
+    if len(incoming) < _HEADER.size:
+        return None
+    (length,) = _HEADER.unpack_from(incoming)
+    begin, end = _HEADER.size, _HEADER.size + length
+    if length > _LARGEST:  # a candidate wrote into the pipe
+        begin, end = 0, len(incoming)
+    if len(incoming) < end:
+        return None
+    message = bytes(incoming[begin:end])
+    del incoming[:end]
+    return message
 
 
 def write_message(pipe: Connection, data: bytes) -> None:
     """Write a message; block until it is written."""
-    rest = memoryview(_HEADER.pack(len(data)) + data)
+    rest = memoryview(framed(data))
     while rest:
         rest = rest[os.write(pipe.fileno(), rest) :]
 
 
 def read_message(pipe: Connection) -> bytes:
-    """Wait for a message and return it.
+    """Wait for a message and return it. The other end sends one at a time.
 
     Raises:
         EOFError: The other end is closed.
     """
-    (length,) = _HEADER.unpack(_read_exactly(pipe, _HEADER.size))
-    return _read_exactly(pipe, length)
-
-
-def _read_exactly(pipe: Connection, length: int) -> bytes:
-    found = bytearray()
-    while len(found) < length:
-        part = os.read(pipe.fileno(), min(_CHUNK, length - len(found)))
+    incoming = bytearray()
+    while (message := first_message(incoming)) is None:
+        part = os.read(pipe.fileno(), _CHUNK)
         if not part:
             raise EOFError
-        found += part
-    return bytes(found)
+        incoming += part
+    return message
 
 
 class Exchange:
@@ -215,7 +222,7 @@ class Exchange:
 
     def post(self, data: bytes) -> None:
         """Start sending a message; `wait` continues."""
-        self._outgoing = memoryview(bytes(self._outgoing) + _HEADER.pack(len(data)) + data)
+        self._outgoing = memoryview(bytes(self._outgoing) + framed(data))
         self._write()
 
     def wait(self, also: int, seconds: float) -> None:
@@ -233,19 +240,10 @@ class Exchange:
         Raises:
             EOFError: The other end is closed and all messages are taken.
         """
-        # Return messages received before the end first.
-        if len(self._incoming) >= _HEADER.size:
-            (length,) = _HEADER.unpack_from(self._incoming)
-            if length > _LARGEST:  # a candidate wrote into the pipe
-                return bytes(self._incoming)
-            end = _HEADER.size + length
-            if len(self._incoming) >= end:
-                message = bytes(self._incoming[_HEADER.size : end])
-                del self._incoming[:end]
-                return message
-        if self._is_at_end:
+        message = first_message(self._incoming)
+        if message is None and self._is_at_end:
             raise EOFError
-        return None
+        return message
 
     def close(self) -> None:
         """Close the pipe."""

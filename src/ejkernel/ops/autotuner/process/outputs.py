@@ -14,44 +14,38 @@ _HIGH = 100  # smallest descriptor for copies, beyond those that code closes by 
 
 
 class Outputs:
-    """A snapshot of standard output and standard error, to restore later.
+    """A snapshot of standard output and standard error, to restore later."""
 
-    Args:
-        is_ours: Whether only candidates change them, as in a worker. If false, only closed streams are restored,
-            because the user may have redirected the others on purpose.
-    """
-
-    def __init__(self, *, is_ours: bool) -> None:
-        self._is_ours = is_ours
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._damage = 0
         self._copies = {number: copy for number in (_STDOUT, _STDERR) if (copy := _copied(number)) is not None}
         self._streams: dict[str, TextIO | None] = {name: getattr(sys, name) for name in ("stdout", "stderr")}
 
     def mend(self, *, is_idle: bool = False) -> int:
-        """Restore streams that were closed or replaced; return how many calls so far found a closed one.
+        """Restore streams that were closed; return how many calls so far found a closed one.
 
         Args:
-            is_idle: Whether no code is running that may have redirected the streams on purpose.
+            is_idle: Whether to restore redirected streams, too, because no code runs that may need them.
         """
         with self._lock:
             lost = 0
             for number, copy in self._copies.items():
-                lost += self._mend_descriptor(number, copy, is_ours=is_idle and self._is_ours)
+                lost += self._mend_descriptor(number, copy, is_idle=is_idle)
             for name, stream in self._streams.items():
-                lost += self._mend_stream(name, stream, is_ours=is_idle and self._is_ours)
+                lost += self._mend_stream(name, stream, is_idle=is_idle)
             self._damage += bool(lost)
             return self._damage
 
-    def _mend_descriptor(self, number: int, copy: int, *, is_ours: bool) -> bool:
+    def _mend_descriptor(self, number: int, copy: int, *, is_idle: bool) -> bool:
         """Return whether the descriptor was closed."""
         is_lost = _is_closed(number)
         with contextlib.suppress(OSError):  # if the copy is lost, too, it cannot be restored
-            if is_lost or (is_ours and not os.path.sameopenfile(number, copy)):
+            if is_lost or (is_idle and not os.path.sameopenfile(number, copy)):
                 os.dup2(copy, number)
         return is_lost
 
-    def _mend_stream(self, name: str, stream: TextIO | None, *, is_ours: bool) -> bool:
+    def _mend_stream(self, name: str, stream: TextIO | None, *, is_idle: bool) -> bool:
         """Return whether the stream existed and had become unwritable."""
         is_lost = stream is not None and not _can_be_written(getattr(sys, name))
         if stream is not None and not _can_be_written(stream):
@@ -59,7 +53,7 @@ class Outputs:
             stream = self._streams[name] = open(  # noqa: SIM115 - it lasts as long as the process
                 number, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False
             )
-        if is_lost or (is_ours and getattr(sys, name) is not stream):
+        if is_lost or (is_idle and getattr(sys, name) is not stream):
             setattr(sys, name, stream)
         return is_lost
 

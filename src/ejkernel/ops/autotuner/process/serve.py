@@ -145,7 +145,7 @@ def begin_serving(
         outputs.to_standard_error()  # only the parent prints to stdout
     settings.share_device(environ)
     settings.suppress_unknown_variable_warnings()
-    _reports.append(Reports(pipe, pulse, Outputs(is_ours=True)))
+    _reports.append(Reports(pipe, pulse, Outputs()))
     warnings.showwarning = _reports[0].warn
     threading.Thread(target=_wake_up, args=(pulse,), name="ejkernel-awake", daemon=True).start()
 

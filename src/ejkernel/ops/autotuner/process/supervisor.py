@@ -27,7 +27,6 @@ from ejkernel.ops.autotuner.process.messages import (
     Happened,
     Message,
     Raised,
-    Request,
     Returned,
     Warned,
     pickled,
@@ -65,12 +64,12 @@ class Signs(NamedTuple):
     Attributes:
         beats: A counter of signs of life.
         wakes: A counter that advances while the worker's interpreter lock is available.
-        running: The index of the candidate that runs.
+        running: The index of the candidate that runs; `None` if it may be any of them.
     """
 
     beats: int = 0
     wakes: int = 0
-    running: int = 0
+    running: int | None = 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -98,15 +97,15 @@ class WorkerStatus:
 class Deadline:
     """Limits on the wait for a worker: here only those that it reports."""
 
-    def silence(self, doing: WorkerStatus, *, is_stuck: bool) -> float:
+    def silence(self, worker: Supervisor, *, is_stuck: bool) -> float:
         """Return the seconds without a sign of life after which the worker is ended.
 
         Args:
-            doing: Its current step.
+            worker: The worker.
             is_stuck: Whether its interpreter lock is blocked.
         """
         del is_stuck
-        return doing.limit
+        return worker.doing.limit
 
     def left(self) -> float:
         """Return the seconds after which the worker is ended in any case."""
@@ -122,7 +121,7 @@ class Supervisor(abc.ABC):
     Attributes:
         is_busy: Whether the worker has not answered; stays true if it died at work or its caller stopped waiting.
         doing: The last reported step.
-        where: The location of the worker, if it reports one.
+        where: The location of the worker; empty if it does not report one.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -130,7 +129,7 @@ class Supervisor(abc.ABC):
         self._heard: list[float] = []
         self.is_busy = False
         self.doing = WorkerStatus()
-        self.where: object = None
+        self.where = ""
 
     # --- the transport; none of these methods blocks for long ---
 
@@ -152,21 +151,18 @@ class Supervisor(abc.ABC):
 
     def signs(self) -> Signs:
         """Return the signs of life so far; by default none beside the messages."""
-        return Signs()
+        return Signs(running=None)
 
     # --- the state machine ---
 
     @property
-    def culprit(self) -> Any:
-        """The last candidate that ran on the device, or `None`."""
-        configs = self.doing.configs
-        return configs[min(self.signs().running, len(configs) - 1)] if configs else None
-
-    @property
     def accused(self) -> list[Any]:
         """The candidates that run or compile in the worker, or last did."""
-        culprit = self.culprit
-        return [*([] if culprit is None else [culprit]), *self.doing.compiling]
+        configs, running = self.doing.configs, self.signs().running
+        if running is not None:
+            last = min(running, len(configs) - 1)
+            configs = configs[last : last + 1]
+        return [*configs, *self.doing.compiling]
 
     @property
     def seconds(self) -> float:
@@ -198,7 +194,7 @@ class Supervisor(abc.ABC):
             WorkerDiedError: The worker ended, or was ended after showing no sign of life for too long.
             TuningError: The function or its arguments cannot be pickled.
         """
-        request = pickled(Request(function, args))
+        request = pickled(functools.partial(function, *args))
         self.doing = doing or WorkerStatus(what="receiving its task")
         self.is_busy = True
         with interrupts_held_back() as interrupts:
@@ -271,7 +267,7 @@ class Supervisor(abc.ABC):
         Raises:
             WorkerSilentError: The worker was ended.
         """
-        allowed = deadline.silence(self.doing, is_stuck=is_stuck)
+        allowed = deadline.silence(self, is_stuck=is_stuck)
         if silent > allowed:
             text = f"no sign of life for {silent:.1f} s while {self.doing.what} (allowed: {allowed:.1f} s)"
         elif deadline.left() <= 0:

@@ -212,8 +212,8 @@ class WorkerSlot(Generic[W]):
         worker.kill()
         self.worker = None
 
-    def clear(self) -> None:
-        """Close the worker."""
+    def close(self) -> None:
+        """Close the worker; the next use starts another."""
         with self.lock:
             if self.worker is not None:
                 self.worker.close()
@@ -232,20 +232,18 @@ class _Session:
 
     Attributes:
         first: The default slot.
-        named: Other objects by name.
+        named: Other objects by name. The end of the last block closes them.
         here: Has the slot of a thread other than the default one.
         users: Number of `worker_session` blocks in progress.
         timer: Closes the workers later.
-        closing: Functions to call at the end of the last block.
     """
 
     def __init__(self) -> None:
         self.first = WorkerSlot(Worker)
-        self.named: dict[str, Any] = {}
+        self.named: dict[object, Any] = {}
         self.here = threading.local()
         self.users = 0
         self.timer: threading.Timer | None = None
-        self.closing: list[Callable[[], object]] = []
         self.guard = threading.Lock()
 
     def enter(self) -> None:
@@ -274,11 +272,11 @@ class _Session:
         """Close the workers if no block is in progress."""
         with self.guard:
             self.timer = None
-            left: list[Callable[[], object]] = []
+            left: list[Any] = []
             if not self.users:
-                left, self.closing, self.named = [*self.closing, self.first.clear], [], {}
-        for close in left:
-            close()
+                left, self.named = [*self.named.values(), self.first], {}
+        for each in left:
+            each.close()
 
 
 _session = _Session()
@@ -304,15 +302,8 @@ def worker_session(stay: float = 0.0) -> Iterator[None]:
         session.leave(stay)
 
 
-def at_session_end(close: Callable[[], object]) -> None:
-    """Call `close` once at the end of the current session. A worker process is one session."""
-    with _session.guard:
-        if close not in _session.closing:
-            _session.closing.append(close)
-
-
-def of_session(name: str, make: Callable[[], T]) -> T:
-    """Return the current session's object of that name."""
+def of_session(name: object, make: Callable[[], T]) -> T:
+    """Return the current session's object of that name, which the session closes. A worker process is one session."""
     with _session.guard:
         if name not in _session.named:
             _session.named[name] = make()
@@ -323,7 +314,7 @@ def of_session(name: str, make: Callable[[], T]) -> T:
 @contextlib.contextmanager
 def in_slot(slot: WorkerSlot[Worker]) -> Iterator[None]:
     """Use `slot` for this thread's worker inside the `with` block; the session closes it."""
-    at_session_end(slot.clear)
+    of_session(slot, lambda: slot)
     before, here = this_slot(), _session.here
     here.slot = slot
     try:
@@ -347,4 +338,4 @@ def shared_worker() -> Iterator[Worker]:
 
 def close_first() -> None:
     """Close the session's default worker, so that its devices are free for several workers."""
-    _session.first.clear()
+    _session.first.close()

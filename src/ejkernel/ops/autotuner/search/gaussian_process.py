@@ -188,7 +188,7 @@ class Scale:
 
 
 class Process:
-    """The posterior over a pool, updated one measurement at a time.
+    """The posterior over a pool, updated one measurement at a time; measurements added to a copy stay there.
 
     Args:
         pool: The configurations.
@@ -219,19 +219,12 @@ class Process:
         inverse[count, :count] = -(factor @ self._inverse) / last
         inverse[count, count] = 1.0 / last
         if count == len(self._projected):
-            # double the capacity, so that copies are rare
+            # double the capacity, so that this is rare
             self._projected = np.concatenate([self._projected, np.zeros_like(self._projected)])
         projected = (covariance - factor @ self._projected[:count]) / last
         self._projected[count] = projected
         self._inverse, self._variance = inverse, self._variance - projected**2
-        self.rows.append(row)
-
-    def truncate(self, count: int) -> None:
-        """Forget the measurements after the first `count`."""
-        for projected in self._projected[count : len(self.rows)]:
-            self._variance = self._variance + projected**2
-        self._inverse = self._inverse[:count, :count]
-        del self.rows[count:]
+        self.rows = [*self.rows, row]
 
     def predict(self, values: Floats, scale: Scale) -> tuple[Floats, Floats]:
         """Return the mean and standard deviation of all configurations, given the values of the measured ones."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +33,6 @@ _RECORDED = 256  # measurements of a record used for interpolation
 _RESTLESS = 50.0  # measurements without a better time after which the model's uncertainty is doubled
 _MOST_RESTLESS = 3.0
 _TRUST = 25.0  # measurements without a better time after which records have half their weight
-_PENDING = 16  # configurations under measurement that a recommendation takes into account
 _SAME_FAILURE = 0.9  # chance that a configuration fails here that failed in all records
 _RECORD_WEIGHT = 3.0  # weight of the records' spread, in measurements
 
@@ -61,9 +61,8 @@ class Failing:
         kept = kept_outcomes(failed, _HELD)
         rows, self._outcomes = [rows[i] for i in kept], [self._outcomes[i] for i in kept]
         values = np.array(self._outcomes)
-        start = start or Hyper(
-            Hyper.start(pool.columns.shape[1], records=False, additive=_ADDITIVE).scales, _NOISE, additive=_ADDITIVE
-        )
+        first = Hyper.start(pool.columns.shape[1], records=False, additive=_ADDITIVE)
+        start = start or dataclasses.replace(first, noise=_NOISE)
         self.hyper = pool.fit(start, np.array(rows, dtype=np.intp), values, self._scale(values))
         self._process = Process(pool, self.hyper, rows)
 
@@ -110,10 +109,11 @@ class Record:
     def __post_init__(self) -> None:
         object.__setattr__(self, "times", tuple(self.times))
 
-    def best(self, count: int) -> list[Any]:
-        """Return the fastest `count` configurations."""
-        measured = [(seconds, i) for i, (_, seconds) in enumerate(self.times) if is_time(seconds)]
-        return [self.times[i][0] for _, i in sorted(measured)[:count]]
+    @property
+    def best(self) -> list[Any]:
+        """A list of the fastest configuration; empty without a time."""
+        measured = [(seconds, config) for config, seconds in self.times if is_time(seconds)]
+        return [min(measured, key=lambda pair: pair[0])[1]] if measured else []
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,13 +122,11 @@ class SearchOptions:
 
     Attributes:
         scattered: Number of configurations, seeds included, measured before the model is used.
-        recorded: Number of the fastest configurations of each record to try first.
         additive: Share of the covariance that is a sum over single axes.
         aligned_from: Number of values from which a numeric axis has an alignment feature.
     """
 
     scattered: int = 4
-    recorded: int = 1
     additive: tuple[float, ...] = (0.1, 0.4)
     aligned_from: int = ALIGNED_FROM
 
@@ -163,9 +161,6 @@ class Prior:
         middle = float(np.median(list(times.values()))) if times else 0.0
         self.times = {point: time - middle for point, time in times.items()}
         self._hyper: Hyper | None = None
-
-    def __len__(self) -> int:
-        return len(self.times)
 
     def fill(self, points: Sequence[Point]) -> Floats:
         """Return log times of `points`: recorded, the worst recorded for a failure, interpolated for the rest."""
@@ -260,39 +255,34 @@ class Model:
             process.add(row)
         self._values.append(math.log(seconds))
 
-    def best(self, n: int, seconds: float, proposed: Iterable[Point], pending: Sequence[Point]) -> list[Point]:
+    def best(self, n: int, seconds: float, proposed: Iterable[Point]) -> list[Point]:
         """Return the `n` points with the largest expected improvement times probability of success.
+
+        The model takes its own prediction as the time of a point until the point is measured.
 
         Args:
             n: The number of points.
             seconds: The time to beat.
             proposed: Points to exclude.
-            pending: Points under measurement; the model takes its own prediction as their time.
         """
         rows = self.candidates.rows
         taken = np.zeros(len(rows), dtype=bool)
         taken[[rows[point] for point in proposed if point in rows]] = True
-        values, count = list(self._values), len(self._values)
+        values, processes = list(self._values), list(map(copy.copy, self._processes))
         chance = self.candidates.chance * self.failing.chance()
         chosen: list[int] = []
-        predicted = [rows[point] for point in pending[-_PENDING:] if point in rows]
         while len(chosen) < n and not taken.all():
-            mean, promise = self._promise(np.array(values), seconds)
-            if predicted:
-                row = predicted.pop()
-            else:
-                row = int(np.argmax(np.where(taken, -1.0, promise * chance)))
-                taken[row] = True
-                chosen.append(row)
+            mean, promise = self._promise(processes, np.array(values), seconds)
+            row = int(np.argmax(np.where(taken, -1.0, promise * chance)))
+            taken[row] = True
+            chosen.append(row)
             if len(chosen) < n:
-                for process in self._processes:
+                for process in processes:
                     process.add(row)
                 values.append(float(mean[row]))
-        for process in self._processes:
-            process.truncate(count)
         return [self.candidates.points[row] for row in chosen]
 
-    def _promise(self, values: Floats, seconds: float) -> tuple[Floats, Floats]:
+    def _promise(self, processes: Sequence[Process], values: Floats, seconds: float) -> tuple[Floats, Floats]:
         """Return the predicted log times and the expected improvements."""
         if not len(values):
             mean = self.candidates.pool.mean
@@ -301,7 +291,7 @@ class Model:
         waited = len(values) - 1 - int(np.argmin(values))
         doubt = min(1.0 + waited / _RESTLESS, _MOST_RESTLESS)
         mean, improvement = np.zeros(self.candidates.pool.size), np.zeros(self.candidates.pool.size)
-        for process, weight in zip(self._processes, self.weights(waited), strict=True):
+        for process, weight in zip(processes, self.weights(waited), strict=True):
             one, deviation = process.predict(values, self._scale(process.hyper, values))
             mean += weight * one
             improvement += weight * expected_improvement(best, one, deviation * doubt)
@@ -344,17 +334,15 @@ class Scatter:
     ) -> None:
         self._space, self._options = space, options
         self._points = space.sample_points(rng, _SCATTERED, near)
-        self._columns = _columns(space.encode(self._points, aligned_from=options.aligned_from), len(self._points))
+        self._columns = _pool(space, self._points, (), options).columns
 
     def farthest(self, proposed: Iterable[Point]) -> Point | None:
         """Return the point farthest from the proposed ones; `None` if all were proposed."""
         before = list(proposed)
         if not before:
             return self._points[0]
-        encoded = self._space.encode(before, aligned_from=self._options.aligned_from)
-        others = _columns(encoded, len(before))
         distances = np.full(len(self._points), math.inf)
-        for other in others:
+        for other in _pool(self._space, before, (), self._options).columns:
             distances = np.minimum(distances, ((self._columns - other) ** 2).sum(axis=1))
         seen = set(before)
         distances[[point in seen for point in self._points]] = -1.0
@@ -366,10 +354,6 @@ def _pool(space: ConfigSpace[Any], points: Sequence[Point], priors: Sequence[Pri
     axes = space.encode(points, aligned_from=options.aligned_from)
     records = np.array([prior.fill(points) for prior in priors]).reshape(len(priors), len(points))
     return Pool(axes, records)
-
-
-def _columns(axes: Sequence[Floats], count: int) -> Floats:
-    return np.concatenate([*axes, np.zeros((count, 0))], axis=1)
 
 
 def _held(rows: list[int], values: list[float]) -> list[int]:

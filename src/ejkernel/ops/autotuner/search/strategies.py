@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,32 +17,19 @@ from ejkernel.ops.autotuner.search.model import SearchOptions as SearchOptions
 from ejkernel.ops.config.spaces.space import ConfigSpace, Point
 from ejkernel.ops.errors import ConfigError
 
-_EXHAUSTIVE = 24  # a smaller space is measured completely, in its own order
 _SAMPLED = 4096  # configurations sampled from a large space for ranking, beside the neighbours of the best
 _REFINED = 8  # number of best configurations whose neighbours are ranked too
 _NEIGHBOURS = 512  # nearest neighbours ranked for each of them
 _MODELLED = 256  # with more axes, random search replaces the model
 
 
-class Strategy(Protocol):
-    """A search through configurations."""
-
-    def ask(self, n: int = 1) -> list[Any]:
-        """Return up to `n` new configurations to measure; an empty list at the end of the search."""
-
-    def tell(self, config: Any, seconds: float | None) -> None:
-        """Record the time of a configuration; `None` if it failed."""
+def seeds_of(records: Iterable[Record], seeds: Iterable[object]) -> list[Any]:
+    """Return the fastest configuration of each record, followed by `seeds`."""
+    return [*(config for record in records for config in record.best), *seeds]
 
 
-def seeds_of(records: Iterable[Record], seeds: Iterable[object] = (), *, count: int = 1) -> list[Any]:
-    """Return the fastest `count` configurations of each record, interleaved, followed by `seeds`."""
-    columns = [record.best(count) for record in records]
-    turns = [column[i] for i in range(count) for column in columns if i < len(column)]
-    return [*turns, *seeds]
-
-
-class _Recorder:
-    """Base of all strategies: remaining seeds, proposed configurations and recorded times."""
+class Strategy:
+    """A search through configurations: remaining seeds, proposed configurations and recorded times."""
 
     def __init__(self, space: ConfigSpace[Any], seeds: Iterable[object]) -> None:
         self.space = space
@@ -73,12 +60,10 @@ class _Recorder:
         The time of a configuration outside the space only counts as the time to beat.
         """
         time = seconds if is_time(seconds) else None
+        self._best = self._best if time is None else min(self._best, time)
         try:
             point = self.space.point(config)
         except ConfigError:
-            point = None
-        self._best = self._best if time is None else min(self._best, time)
-        if point is None:
             return
         again = point in self.times
         self._proposed.setdefault(point)
@@ -98,23 +83,7 @@ class _Recorder:
         return list(itertools.islice((point for point in points if point not in self._proposed), n))
 
 
-class Exhaustive(_Recorder):
-    """Propose every configuration, in the order of the space.
-
-    Args:
-        space: The search space.
-        seeds: Configurations to propose first.
-    """
-
-    def __init__(self, space: ConfigSpace[Any], *, seeds: Iterable[object] = ()) -> None:
-        super().__init__(space, seeds)
-        self._walk = space.walk()
-
-    def _choose(self, n: int) -> list[Point]:
-        return self._unseen(self._walk, n)
-
-
-class Random(_Recorder):
+class Random(Strategy):
     """Propose random configurations without repetition.
 
     Args:
@@ -135,10 +104,10 @@ class Random(_Recorder):
         return self._unseen(self._order, n)
 
 
-class ModelSearch(_Recorder):
+class ModelSearch(Strategy):
     """Bayesian optimisation: propose the configuration with the largest expected improvement.
 
-    The search proposes, in this order: the fastest configurations of each record; the seeds; without records, a few
+    The search proposes, in this order: the fastest configuration of each record; the seeds; without records, a few
     configurations far from each other; and then the recommendations of a Gaussian process over the log of the time.
     The weight of a record depends on its agreement with the local measurements and falls while no better time is
     found. A failure lowers the chance of its neighbours. A space too large to rank is sampled, and the sample and the
@@ -163,10 +132,10 @@ class ModelSearch(_Recorder):
     ) -> None:
         self.options = options or SearchOptions()
         records = tuple(records)
-        super().__init__(space, seeds_of(records, seeds, count=self.options.recorded))
+        super().__init__(space, seeds_of(records, seeds))
         self._rng = np.random.default_rng(seed)
         priors = (Prior(space, record, self.options) for record in records)
-        self._priors = tuple(prior for prior in priors if len(prior) >= LEAST)
+        self._priors = tuple(prior for prior in priors if len(prior.times) >= LEAST)
         self._measured = self._failures = 0
         self._scatter: Scatter | None = None
         self._candidates: RankedPoints | None = None
@@ -194,20 +163,13 @@ class ModelSearch(_Recorder):
             point = self._scatter.farthest(self._proposed)
             if point is not None:
                 return [point]
-        if self._model is None or self._measured >= self._stale_at:
-            self._refit()
-        points = self._recommended(n)
+        model = self._refit() if self._model is None or self._measured >= self._stale_at else self._model
+        points = model.best(n, self._best, self._proposed)
         if not points and self.space.points() is None:
-            self._refit()  # the whole sample was measured: draw another
-            points = self._recommended(n)
+            points = self._refit().best(n, self._best, self._proposed)  # the whole sample was measured: draw another
         return points
 
-    def _recommended(self, n: int) -> list[Point]:
-        assert self._model is not None
-        pending = [point for point in self._proposed if point not in self.times]
-        return self._model.best(n, self._best, self._proposed, pending)
-
-    def _refit(self) -> None:
+    def _refit(self) -> Model:
         """Fit the hyperparameters again; this is slow and happens only now and then."""
         if self._candidates is None or self.space.points() is None:
             self._candidates = RankedPoints(self.space, self._ranked(), self._priors, self.options)
@@ -217,9 +179,10 @@ class ModelSearch(_Recorder):
             for records, shares in self._kinds()
             for share in shares
         )
-        self._model = Model(self._candidates, self._hypers, self.times, self._failing)
-        self._hypers, self._failing = self._model.hypers, self._model.failing.hyper
+        self._model = model = Model(self._candidates, self._hypers, self.times, self._failing)
+        self._hypers, self._failing = model.hypers, model.failing.hyper
         self._stale_at = self._measured + max(2, self._measured // 5)
+        return model
 
     def _kinds(self) -> list[tuple[bool, tuple[float, ...]]]:
         """Return the Gaussian processes to use, as pairs: whether it knows the records, and its additive shares.
@@ -245,10 +208,8 @@ class ModelSearch(_Recorder):
 def default_strategy(
     space: ConfigSpace[Any], *, seeds: Iterable[object] = (), records: Iterable[Record] = (), seed: int = 0
 ) -> Strategy:
-    """Return the strategy for a space: exhaustive if tiny, random with hundreds of axes, otherwise model-based."""
+    """Return the strategy for a space too large to list: random with hundreds of axes, otherwise model-based."""
     seeds = (*seeds, *space.seeds)
-    if space.has_at_most(_EXHAUSTIVE):
-        return Exhaustive(space, seeds=seeds_of(records, seeds))
     if len(space.axes) > _MODELLED:
         return Random(space, seeds=seeds_of(records, seeds), seed=seed)
     return ModelSearch(space, seeds=seeds, records=records, seed=seed)

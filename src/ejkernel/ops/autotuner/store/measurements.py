@@ -197,19 +197,16 @@ class MeasurementStore(Shown):
             entry = saved[search.key]
             yield search if entry is None or entry.config is None else search.replaced_by(entry), entry
 
-    def by_call(self) -> dict[ConfigKey, CallHistory]:
-        """Return all searches, by call."""
-        return self._by_call(self._logs(None))
-
-    def _by_call(self, logs: Iterable[_Log]) -> dict[ConfigKey, CallHistory]:
+    def by_call(self, key: ConfigKey | None = None) -> dict[ConfigKey, CallHistory]:
+        """Return all searches, or those of one call, by call."""
         found: dict[ConfigKey, tuple[StoredEntry | None, list[StoredSearch]]] = {}
-        for search, entry in self._loaded(logs):
+        for search, entry in self._loaded(self._logs(None if key is None else key.op, key)):
             found.setdefault(search.key, (entry, []))[1].append(search)
         return {key: CallHistory(entry=entry, searches=tuple(searches)) for key, (entry, searches) in found.items()}
 
     def history(self, key: ConfigKey) -> CallHistory | None:
         """Return the searches of one call; `None` without one."""
-        return self._by_call(self._logs(key.op, key)).get(key)
+        return self.by_call(key).get(key)
 
     def unusable(self, key: ConfigKey) -> str:
         """Return that a log of a call cannot be used, with the reason; empty if all can be used."""
@@ -408,8 +405,7 @@ def _is_of(key: ConfigKey, name: str) -> bool:
 
 def _known(key: ConfigKey, names: Iterable[str]) -> list[str]:
     """Return the names of the searches of `key`, the oldest first."""
-    begin = f"{_stem(key)}."
-    return sorted(name for name in names if name.startswith(begin) and _NAME.fullmatch(name))
+    return sorted(name for name in names if _is_of(key, name))
 
 
 def _remove(folder: Path, names: Iterable[str]) -> None:

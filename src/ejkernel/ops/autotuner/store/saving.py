@@ -23,7 +23,7 @@ from ejkernel.ops.core.declared_names import why_not_decoded
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import EjkernelError, SerializationError, TuningError
+from ejkernel.ops.errors import EjkernelError, TuningError
 from ejkernel.ops.utils.formatting import compact
 
 logger = logging.getLogger(__name__)
@@ -72,20 +72,15 @@ class Saver:
         """Store a log of a search without measurements, so that commands can report the failure."""
         if self.store is None or not self.chain.persist_autotune:
             return
-        outcomes, seconds = error.outcomes, error.seconds
-        if not outcomes:
-            try:
-                configs = heuristic_of(inv, self.kernel)
-            except Exception as why:  # noqa: BLE001 - the kernel's hook may be the reason for the failed search
-                logger.info("%s: the failed search has no log: %s", inv.op_id_v, why)
-                return
-            outcomes = tuple(Outcome(config=config, status=Status.SKIPPED) for config in configs[:1])
-        if outcomes:
-            data = AutotuneData(inv=inv, config=outcomes[0].config, outcomes=outcomes, seconds=seconds, why=str(error))
-            try:
-                self.store.save(dataclasses.replace(data, not_saved="nothing was measured"))
-            except SerializationError as why:  # may be the reason for the failed search
-                logger.info("%s: the failed search has no log: %s", inv.op_id_v, why)
+        try:
+            outcomes = error.outcomes or tuple(
+                Outcome(config=config, status=Status.SKIPPED) for config in heuristic_of(inv, self.kernel)
+            )
+            if outcomes:
+                data = AutotuneData(inv=inv, config=outcomes[0].config, outcomes=outcomes, seconds=error.seconds)
+                self.store.save(dataclasses.replace(data, why=str(error), not_saved="nothing was measured"))
+        except EjkernelError as why:  # the kernel or a configuration may be the reason for the failed search
+            logger.info("%s: the failed search has no log: %s", inv.op_id_v, why)
 
     def _save_call(
         self, key: ConfigKey, call: Invocation[Any, Any], found: AutotuneData
@@ -100,7 +95,9 @@ class Saver:
             logger.warning("%s: %s; nothing is saved", call.op_id_v, fault)
             reason = fault
         if not reason:
-            unread = self._why_not_read(found)
+            is_stored = self.chain.persistent is not None and self.chain.persist_autotune
+            if is_stored and (why := why_not_decoded(found.config, self.kernel.op_id_v, self.kernel.config_type)):
+                unread = f"{compact(found.config)} cannot be read from a file: {why}"
             unwritten = "" if unread else self._remember(key, call, found)
             reason = unread or unwritten
         has_other = earlier is not None and not same_config(earlier.config, found.config)
@@ -134,12 +131,6 @@ class Saver:
             return ""
         kept = "" if store.kept_in is None else f"; it is kept in {store.kept_in}"
         return f"{store.path} cannot be written: {why}{kept}"
-
-    def _why_not_read(self, found: AutotuneData) -> str:
-        """Return why a saved configuration would not be the measured one when it is read; empty if it would."""
-        is_stored = self.chain.persistent is not None and self.chain.persist_autotune
-        reason = why_not_decoded(found.config, self.kernel.op_id_v, self.kernel.config_type) if is_stored else ""
-        return f"{compact(found.config)} cannot be read from a file: {reason}" if reason else ""
 
     def seeds(self, calls: Iterable[Invocation[Any, Any]]) -> list[Record]:
         """Return the saved configurations of the calls as records, so that a search of a large space measures them."""
@@ -242,17 +233,24 @@ def why_not_saved(data: AutotuneData, *, validated: bool, earlier: Earlier | Non
     if progress.state == SearchState.FAILED:
         return "nothing was measured"
     is_early = progress.state == SearchState.PARTIAL and winner is data.heuristic
-    if is_early and not (winner.status == Status.MEASURED and _is_wrong(data, earlier)):
+    found = None if earlier is None else _tried(data, earlier.config)
+    is_wrong = found is not None and found.status == Status.WRONG
+    if is_early and not (winner.status == Status.MEASURED and is_wrong):
         has_other = earlier is not None and config_id(earlier.config) != config_id(data.config)
         what = f", so the saved configuration, {compact(earlier.config)}, stays" if earlier and has_other else ""
         return f"{progress.not_finished}{what}"
     _check(data, winner, validated=validated)
-    return "" if earlier is None else _why_earlier_stays(data, progress, earlier)
+    return "" if earlier is None else _why_earlier_stays(progress, earlier, found)
 
 
-def _why_earlier_stays(data: AutotuneData, progress: SearchProgress, earlier: Earlier) -> str:
-    """Return why a saved configuration is not replaced by the winner of a search; empty if it is replaced."""
-    found = _tried(data, earlier.config)
+def _why_earlier_stays(progress: SearchProgress, earlier: Earlier, found: Outcome | None) -> str:
+    """Return why a saved configuration is not replaced by the winner of a search; empty if it is replaced.
+
+    Args:
+        progress: The progress of the search.
+        earlier: The saved configuration.
+        found: Its outcome in the search.
+    """
     if found is not None and found.status in FAULTY:
         return ""
     what = f"the saved configuration, {compact(earlier.config)},"
@@ -286,11 +284,6 @@ def _check(data: AutotuneData, winner: Outcome, *, validated: bool) -> None:
         raise AdmissionError(f"the winner {winner.config!r} was not compared with the heuristic")
     if not (challenge.is_confirmation and challenge.comparison.wins and challenge.comparison.settled):
         raise AdmissionError(f"the winner {winner.config!r} is not confirmed: {challenge.line()}")
-
-
-def _is_wrong(data: AutotuneData, earlier: Earlier | None) -> bool:
-    found = None if earlier is None else _tried(data, earlier.config)
-    return found is not None and found.status == Status.WRONG
 
 
 def _tried(data: AutotuneData, config: object) -> Outcome | None:

@@ -13,6 +13,7 @@ from typing import TypeVar
 from ejkernel.ops.autotuner.bench.checking import check_repeatedly
 from ejkernel.ops.autotuner.bench.confirmation import confirm, pair_fault
 from ejkernel.ops.autotuner.bench.gradients import rule_fault
+from ejkernel.ops.autotuner.bench.oracle import Oracle
 from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
 from ejkernel.ops.autotuner.measure.measurement import more_bytes, preferred
 from ejkernel.ops.autotuner.measure.paired import MARGIN, PairedComparison, PairedSampling, compare
@@ -113,7 +114,7 @@ class Decider:
         first = self._pool.heuristic
         if first.status == Status.WRONG and self._task.inv.direction == "bwd":  # the call itself computes gradients
             return f"its gradients are wrong: {first.reason}"
-        return rule_fault(self._oracle) if first.compiled is not None else ""
+        return rule_fault(self._oracle) if first.compiled else ""
 
     def _faster_than(self, decision: Conclusion) -> list[Candidate]:
         """Return candidates with shorter times than the winner, the fastest first; empty if undecided."""
@@ -123,7 +124,7 @@ class Decider:
         return [
             candidate
             for candidate in pool.fastest_first(pool.tried)[:FINALISTS]
-            if pool.pace(candidate) < pool.pace(decision.winner) * (1 - _margin(candidate, decision.winner))
+            if pool.pace(candidate) < pool.pace(decision.winner) * (1 - least_lead(candidate, decision.winner))
         ]
 
     def _best(self) -> Conclusion:
@@ -141,10 +142,12 @@ class Decider:
             challenge = self._first_look(challenger)
             if challenge is not None and not challenge.comparison.wins:
                 return self._stays(challenge)
-            checked = self._confirmed(challenger)
+            validates = self._task.policy.validate is True
+            check = functools.partial(confirm, gradients=validates, rule_is_faulty=bool(self._rule_fault))
+            checked = self._checked(challenger, check) or ()
             challenge = self._confirmation_run(challenger)
             if _are_measured(challenger) and (challenge is None or challenge.comparison.wins):
-                self._checked(challenger, functools.partial(check_repeatedly, self._oracle, challenger))
+                self._checked(challenger, check_repeatedly)
             if _are_measured(challenger):
                 decision = self._after_confirmation_run(challenger, checked, challenge)
                 return dataclasses.replace(decision, passed_over=passed_over)
@@ -168,7 +171,7 @@ class Decider:
         limit = 1 - MARGIN if pool.heuristic.measurement is not None else math.inf
         others = [candidate for candidate in others if candidate is fastest or pool.pace(candidate) < limit]
         needs = [candidate.peak_bytes for candidate in others]
-        chosen = others[preferred(list(map(pool.pace, others)), needs, margin=_margin(fastest, leanest))]
+        chosen = others[preferred(list(map(pool.pace, others)), needs, margin=least_lead(fastest, leanest))]
         return chosen, None if chosen is fastest else fastest
 
     def _first_look(self, challenger: Candidate) -> Challenge | None:
@@ -183,19 +186,10 @@ class Decider:
             return Challenge(challenger.config, comparison)
         return self._confirmation_run(challenger)
 
-    def _confirmed(self, challenger: Candidate) -> tuple[str, ...]:
-        """Return the checks that a challenger passed on new inputs; empty if it failed."""
-
-        def check() -> tuple[str, ...]:
-            gradients = self._task.policy.validate is True
-            return confirm(self._oracle, challenger, gradients=gradients, rule_is_faulty=bool(self._rule_fault))
-
-        return self._checked(challenger, check) or ()
-
-    def _checked(self, challenger: Candidate, check: Callable[[], T]) -> T | None:
+    def _checked(self, challenger: Candidate, check: Callable[[Oracle, Candidate], T]) -> T | None:
         """Return the result of a check; `None` if it fails, which is the challenger's outcome."""
         try:
-            return check()
+            return check(self._oracle, challenger)
         except CandidateError as error:
             challenger.fail(Status.WRONG, error)
             self._pool.report(challenger)
@@ -269,17 +263,7 @@ class Decider:
 
 def _are_measured(*candidates: Candidate) -> bool:
     """Return whether all candidates have programs and times."""
-    return all(candidate.compiled is not None and candidate.measurement is not None for candidate in candidates)
-
-
-def _clock(candidate: Candidate) -> str:
-    """Return the clock of a candidate's times."""
-    measured = candidate.measurement
-    return PROCESSOR if measured is not None and measured.method == PROCESSOR else CLOCK
-
-
-def _margin(challenger: Candidate, winner: Candidate) -> float:
-    return least_lead(challenger, winner, _clock(challenger))
+    return all(candidate.compiled and candidate.measurement is not None for candidate in candidates)
 
 
 def _at_first_look(challenger: Candidate, more_bytes: int) -> PairedComparison:
@@ -290,9 +274,10 @@ def _at_first_look(challenger: Candidate, more_bytes: int) -> PairedComparison:
     mine = challenger.measurement
     assert mine is not None  # callers check
     sure = compare(mine.samples, challenger.beside, more_bytes=more_bytes)
+    clock = PROCESSOR if mine.method == PROCESSOR else CLOCK
     wins = compare(mine.samples, challenger.beside, confidence=0.0, more_bytes=more_bytes).wins
     settled = sure.settled and sure.wins == wins
-    comparison = dataclasses.replace(sure, wins=wins, settled=settled, judged_by=_clock(challenger))
+    comparison = dataclasses.replace(sure, wins=wins, settled=settled, judged_by=clock)
     hopeless = not comparison.wins and comparison.speedup * _HOPELESS <= 1
     return dataclasses.replace(comparison, settled=comparison.settled or hopeless)
 

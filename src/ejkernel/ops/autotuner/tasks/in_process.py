@@ -7,10 +7,9 @@ thread therefore keeps the journal.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ejkernel.ops.autotuner.process.outputs import Outputs
@@ -41,32 +40,24 @@ def tune_here(
         TuningError: No candidate could be measured, or the reference failed.
         KeyboardInterrupt: The user pressed Ctrl-C twice.
     """
-    with _outputs_kept() as outputs:
-        # With a custom clock, a thread cannot wait for the end of the budget.
-        if clock is not time.perf_counter:
-            attempt = _Attempt(cancellation, outputs)
-            return attempt.carry_out(TuningRun(task, watch=attempt, cancellation=cancellation, clock=clock))
-        return _watched(task, cancellation, outputs)
-
-
-@contextlib.contextmanager
-def _outputs_kept() -> Iterator[Outputs]:
-    """Reopen this process's output streams that candidates closed, at the end of the `with` block."""
-    outputs = Outputs(is_ours=False)
+    outputs = Outputs()
     try:
-        yield outputs
+        return _carried_out(task, cancellation, outputs, clock)
     finally:
-        outputs.mend()
+        outputs.mend()  # candidates may have closed them
         outputs.close()
 
 
-def _watched(task: TuningTask, cancellation: Cancellation, outputs: Outputs) -> AutotuneData:
-    journal = Journal(task, cancellation=cancellation)
+def _carried_out(
+    task: TuningTask, cancellation: Cancellation, outputs: Outputs, clock: Callable[[], float]
+) -> AutotuneData:
+    journal, rest = Journal(task, cancellation=cancellation), task
     while True:
-        attempt = _Attempt(cancellation, outputs, journal, has_budget=task.policy.budget_s is not None)
-        run = TuningRun(journal.task(), watch=attempt, cancellation=cancellation, tell=attempt.tell)
+        attempt = _Attempt(journal, cancellation, outputs, has_budget=task.policy.budget_s is not None)
+        run = TuningRun(rest, watch=attempt, cancellation=cancellation, tell=attempt.tell, clock=clock)
         try:
-            return attempt.carry_out(run)
+            # With a custom clock, a thread cannot wait for the end of the budget.
+            return attempt.carry_out(run, is_watched=clock is time.perf_counter)
         except AbandonedError as error:
             why = f"{error}{named(attempt.accused)}"
             text = f"{task.inv.op_id}: {why}; it cannot be ended in this process, so its thread is abandoned"
@@ -75,6 +66,7 @@ def _watched(task: TuningTask, cancellation: Cancellation, outputs: Outputs) -> 
             if journal.is_over:
                 return journal.conclude(why)
             journal.attribute_crash(str(error), attempt.what, attempt.accused, is_silence=True)
+            rest = journal.task()
 
 
 class _Attempt(Watch):
@@ -84,19 +76,12 @@ class _Attempt(Watch):
         what: The current step.
     """
 
-    def __init__(
-        self,
-        cancellation: Cancellation,
-        outputs: Outputs,
-        journal: Journal | None = None,
-        *,
-        has_budget: bool = False,
-    ) -> None:
-        self._cancellation = cancellation
-        self._is_abandoned = False
-        self._outputs = outputs
+    def __init__(self, journal: Journal, cancellation: Cancellation, outputs: Outputs, *, has_budget: bool) -> None:
         self._journal = journal
+        self._cancellation = cancellation
+        self._outputs = outputs
         self._has_budget = has_budget
+        self._is_abandoned = False
         self.compiling(())
         self.begin("starting", (), math.inf)
 
@@ -105,11 +90,11 @@ class _Attempt(Watch):
         """The candidates running or compiling now."""
         return [*self._configs[self._running : self._running + 1], *self._compiling]
 
-    def carry_out(self, run: TuningRun) -> AutotuneData:
-        """Execute a run on the measuring thread, within the time left."""
+    def carry_out(self, run: TuningRun, *, is_watched: bool) -> AutotuneData:
+        """Execute a run on the measuring thread; if it is watched, within the time left."""
         self._alive = time.monotonic()
+        look = self._look if is_watched else None
         try:
-            look = None if self._journal is None else self._look
             return on_measuring_thread(run.run, on_interrupt=self._cancellation.request, look=look)
         except BaseException:
             self._is_abandoned = True
@@ -118,7 +103,7 @@ class _Attempt(Watch):
     def tell(self, event: Event) -> None:
         """Record an event, unless this attempt was abandoned."""
         self._alive = time.monotonic()
-        if self._journal is not None and not self._is_abandoned:
+        if not self._is_abandoned:
             self._journal.note(event)
 
     def compiling(self, configs: Sequence[object]) -> None:
@@ -153,15 +138,10 @@ class _Attempt(Watch):
         Raises:
             AbandonedError: The thread is silent for too long, or the time is over.
         """
-        assert self._journal is not None  # this method is only passed on with a journal
         # Without a budget a candidate may run until Ctrl-C.
-        if self._has_budget:
-            self._check_silence(self._journal)
-        if self._journal.left() <= 0:
-            raise AbandonedError(f"its time was over while {self.what}")
-
-    def _check_silence(self, journal: Journal) -> None:
-        silent = time.monotonic() - self._alive
-        allowed = journal.silence(self.what, self.accused, self._allowed)
+        silent = time.monotonic() - self._alive if self._has_budget else 0.0
+        allowed = self._journal.silence(self.what, self.accused, self._allowed)
         if silent > allowed:
             raise AbandonedError(f"no sign of life for {silent:.1f} s while {self.what} (allowed: {allowed:.1f} s)")
+        if self._journal.left() <= 0:
+            raise AbandonedError(f"its time was over while {self.what}")

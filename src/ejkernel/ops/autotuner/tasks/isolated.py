@@ -10,7 +10,7 @@ from typing import Any
 
 from ejkernel.ops.autotuner.process.messages import Happened
 from ejkernel.ops.autotuner.process.serve import reports
-from ejkernel.ops.autotuner.process.supervisor import Deadline, WorkerDiedError, WorkerSilentError, WorkerStatus
+from ejkernel.ops.autotuner.process.supervisor import Deadline, Supervisor, WorkerDiedError, WorkerSilentError
 from ejkernel.ops.autotuner.process.threads import on_device_of, on_measuring_thread
 from ejkernel.ops.autotuner.process.watch import Cancellation
 from ejkernel.ops.autotuner.process.worker import Worker, shared_worker, this_slot, worker_session
@@ -43,16 +43,26 @@ def tune_isolated(task: TuningTask, *, watch: Callable[[str, Sequence[Any]], obj
     # A candidate that tunes other calls does so in the same worker.
     policies = (*here.policies, PolicyChange(None, (("isolate", False),)))
     scope = dataclasses.replace(here, policies=policies, recording=())
-    workers = _Workers(journal, watch, cancellation)
+    worker: Worker | None = None
     with worker_session():
         while True:
             try:
-                data = workers.carry_out(scope)
+                with shared_worker() as worker:
+                    data: AutotuneData = worker.call(
+                        _carry_out,
+                        journal.task(),
+                        scope,
+                        time.monotonic(),
+                        on_event=journal.note,
+                        cancellation=cancellation,
+                        deadline=_Limits(journal, watch),
+                    )
             except (WorkerDiedError, DeviceLostError) as death:
+                what, accused = ("", []) if worker is None else (worker.doing.what, worker.accused)
                 if journal.is_over:
-                    return journal.conclude(f"{death}{named(workers.accused)}")
+                    return journal.conclude(f"{death}{named(accused)}")
                 is_silence = isinstance(death, WorkerSilentError)
-                journal.attribute_crash(str(death), workers.what, workers.accused, is_silence=is_silence)
+                journal.attribute_crash(str(death), what, accused, is_silence=is_silence)
                 emit(WorkerRestarted(task.inv.key, str(death)))
             except TuningError as error:
                 if cancellation.is_requested:  # the reason why nothing was measured
@@ -85,46 +95,19 @@ def _carry_out(task: TuningTask, scope: Scope, sent: float) -> AutotuneData:
         return on_measuring_thread(run.run)
 
 
-class _Workers(Deadline):
-    """The successive workers of a task, and their limits."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Limits(Deadline):
+    """The limits of a task's workers, and the report of their steps."""
 
-    def __init__(
-        self, journal: Journal, watch: Callable[[str, Sequence[Any]], object], cancellation: Cancellation
-    ) -> None:
-        self._journal = journal
-        self._watch = watch
-        self._worker: Worker | None = None
-        self._cancellation = cancellation
+    journal: Journal
+    watch: Callable[[str, Sequence[Any]], object]
 
-    def carry_out(self, scope: Scope) -> AutotuneData:
-        """Continue the task in the session's worker."""
-        with shared_worker() as self._worker:
-            data: AutotuneData = self._worker.call(
-                _carry_out,
-                self._journal.task(),
-                scope,
-                time.monotonic(),
-                on_event=self._journal.note,
-                cancellation=self._cancellation,
-                deadline=self,
-            )
-        return data
-
-    @property
-    def what(self) -> str:
-        """The worker's current or last step."""
-        return "" if self._worker is None else self._worker.doing.what
-
-    @property
-    def accused(self) -> list[Any]:
-        """The candidates that run or compile in the worker, or last did."""
-        return [] if self._worker is None else self._worker.accused
-
-    def silence(self, doing: WorkerStatus, *, is_stuck: bool) -> float:
+    def silence(self, worker: Supervisor, *, is_stuck: bool) -> float:
         """See `Deadline`."""
-        self._watch(doing.what, [*doing.configs, *doing.compiling])
-        return self._journal.silence(doing.what, self.accused, doing.limit, is_stuck=is_stuck)
+        doing = worker.doing
+        self.watch(doing.what, [*doing.configs, *doing.compiling])
+        return self.journal.silence(doing.what, worker.accused, doing.limit, is_stuck=is_stuck)
 
     def left(self) -> float:
         """See `Deadline`."""
-        return self._journal.left()
+        return self.journal.left()

@@ -67,11 +67,9 @@ class Journal:
         self._is_short_of_time = False  # whether the budget grants less than the attempt requested
         self._start = clock() - task.spent
         self._heard: float | None = None
-        self._has_started = False
         self._first: Any = None
         self._planned = 0
         self._known = {config_id(outcome.config): outcome for outcome in task.known}
-        self._reported: dict[Any, Outcome] = {}
         self._suspects = {config_id(config): config for config in task.suspects}
         self._lost_alone: collections.Counter[object] = collections.Counter()
         self._lost = 0  # attempts without a candidate; all, if remote
@@ -95,12 +93,12 @@ class Journal:
         self._heard = self._heard or self._clock()
         is_new = True
         if isinstance(event, SearchStarted):
-            is_new, self._has_started, self._first = not self._has_started, True, event.first
+            is_new, self._first = not self._planned, event.first
             self._planned = max(self._planned, event.candidates)
         elif isinstance(event, CandidateFinished):
             token = config_id(event.outcome.config)
-            is_new = self._reported.get(token) != event.outcome
-            self._reported[token] = self._known[token] = event.outcome
+            is_new = self._known.get(token) != event.outcome
+            self._known[token] = event.outcome
         if is_new:
             emit(event)
 

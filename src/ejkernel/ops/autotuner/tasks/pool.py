@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from ejkernel.ops.autotuner.bench.checking import check_result_types
 from ejkernel.ops.autotuner.bench.preparation import Preparation
 from ejkernel.ops.autotuner.bench.timing import Timing
 from ejkernel.ops.autotuner.measure.sampling import Sampling, SamplingPlan
@@ -185,23 +184,17 @@ class Pool:
         if len(groups) > 1:
             self._preparation.settle(todo)  # a candidate prepared late may be the first of its program
         for candidate in todo:
-            self._check_types(candidate)
-
-    def _check_types(self, candidate: Candidate) -> None:
-        if candidate.status != Status.READY:
-            return
-        try:
-            check_result_types(candidate, self.heuristic)
-        except CandidateError as error:
-            candidate.fail(Status.WRONG, error)
-            self.report(candidate)
+            got, want = candidate.result_types, self.heuristic.result_types
+            # Programs are traced with the heuristic. The reference may differ from both, as only its values count.
+            if candidate.status == Status.READY and want and got != want:
+                candidate.fail(Status.WRONG, CandidateError(f"returns {got}, the heuristic {want}"))
+                self.report(candidate)
 
     def _is_rejected(self, candidate: Candidate) -> bool:
         rejected = self._rejected.get(config_id(candidate.config))
-        refused = "" if rejected is not None else self._configurations.why_refused(candidate.config)
         if rejected is not None:
             candidate.take_over(rejected)
-        elif refused:
+        elif refused := self._configurations.why_refused(candidate.config):
             candidate.fail(Status.FAILED, CandidateError(refused))
         else:
             return False
@@ -222,7 +215,7 @@ class Pool:
 
     def prepare_again(self, candidates: Sequence[Candidate]) -> None:
         """Compile measured candidates without programs; only the best of them if the time is over."""
-        missing = [candidate for candidate in candidates if candidate.compiled is None and candidate.measurement]
+        missing = [candidate for candidate in candidates if not candidate.compiled and candidate.measurement]
         if self.must_end():
             self.prepare(missing[:1], stop=self._budget.is_abandoned)
         else:
@@ -230,7 +223,7 @@ class Pool:
 
     def measure(self, candidates: Iterable[Candidate], plan: SamplingPlan) -> None:
         """Time the compiled candidates in interleaved rounds, and rank them."""
-        compiled = [candidate for candidate in candidates if candidate.compiled is not None]
+        compiled = [candidate for candidate in candidates if candidate.compiled]
         sampling = Sampling(len(compiled), plan=plan)
         if compiled:
             self.ranking = self.timing.measure(compiled, sampling, heuristic=self.heuristic, stop=self.must_end)
@@ -244,7 +237,7 @@ class Pool:
         best = self._finalists()
         self.prepare_again(best)
         if self.must_end():  # no time for further rounds: the samples so far decide
-            self.ranking = [candidate for candidate in self.fastest_first(best) if candidate.compiled is not None]
+            self.ranking = [candidate for candidate in self.fastest_first(best) if candidate.compiled]
         else:
             self.measure(best, plan)
 
@@ -252,7 +245,7 @@ class Pool:
         """Rank the heuristic and the best other candidate by earlier times, without new rounds; compile the latter."""
         best = self.fastest_first(self.tried[1:])[:1]
         self.prepare_again(best)
-        compiled = (candidate for candidate in (self.heuristic, *best) if candidate.compiled is not None)
+        compiled = (candidate for candidate in (self.heuristic, *best) if candidate.compiled)
         self.ranking = self.fastest_first(list(compiled))
 
     def release_losers(self) -> None:
@@ -260,7 +253,7 @@ class Pool:
         kept = {id(candidate) for candidate in self._finalists()}
         for candidate in self.tried:
             if id(candidate) not in kept:
-                candidate.compiled = None
+                candidate.compiled = ()
 
     def _finalists(self) -> list[Candidate]:
         return [self.heuristic, *self.fastest_first(self.tried[1:])[:FINALISTS]]

@@ -37,10 +37,11 @@ _SCREENING = SamplingPlan.fixed(2)  # for candidates proposed by a strategy
 _BATCH = 8  # candidates requested from a strategy at once: they compile in parallel and run interleaved
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class TuningRun:
     """One run of a task.
 
-    Args:
+    Attributes:
         task: The task.
         watch: Receives the current step and its candidates.
         cancellation: Requests the end of the run.
@@ -48,20 +49,11 @@ class TuningRun:
         clock: Source of seconds.
     """
 
-    def __init__(
-        self,
-        task: TuningTask,
-        *,
-        watch: Watch | None = None,
-        cancellation: Cancellation | None = None,
-        tell: Callable[[Event], None] = emit,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.task = task
-        self._watch = watch or Watch()
-        self._cancellation = cancellation or Cancellation()
-        self._tell = tell
-        self._clock = clock
+    task: TuningTask
+    watch: Watch = dataclasses.field(default_factory=Watch)
+    cancellation: Cancellation = dataclasses.field(default_factory=Cancellation)
+    tell: Callable[[Event], None] = emit
+    clock: Callable[[], float] = time.perf_counter
 
     def run(self) -> AutotuneData:
         """Execute the run and return its results.
@@ -70,7 +62,7 @@ class TuningRun:
             TuningError: No candidate could be measured, or the reference failed.
         """
         task = self.task
-        budget = Budget(task, self._watch, self._cancellation, self._clock)
+        budget = Budget(task, self.watch, self.cancellation, self.clock)
         with self._naming_the_kernel():
             configurations = self._configurations()
             baseline = configurations.baseline
@@ -124,11 +116,11 @@ class TuningRun:
             compile_elsewhere=compiler,
             width=task.width or task.policy.compile_processes or None,
             left=budget.left_to_compile,
-            finished=lambda candidate: self._tell(CandidateFinished(task.inv.key, candidate.outcome())),
+            finished=lambda candidate: self.tell(CandidateFinished(task.inv.key, candidate.outcome())),
         )
-        heard = RoundsTeller(task.inv.key, self._tell)
+        heard = RoundsTeller(task.inv.key, self.tell)
         timing = Timing(oracle=oracle, warmup=task.warmup, cold_cache=task.policy.cold_cache, heard=heard)
-        return Pool(task, configurations, preparation, timing, budget, self._tell)
+        return Pool(task, configurations, preparation, timing, budget, self.tell)
 
     def _oracle_of(self, call: SharedCall, baseline: object, budget: Budget) -> Oracle:
         return Oracle(
@@ -138,7 +130,7 @@ class TuningRun:
             seed=self.task.seed,
             reference=call.reference,
             inputs=call.inputs,
-            watch=self._watch,
+            watch=self.watch,
             limits=self.task.limits,
             left=budget.left,
             weight=call.weight,
@@ -164,20 +156,17 @@ class TuningRun:
             why = str(error).removeprefix(f"{op_id}: ")
             raise TuningError(f"{op_id}: its configurations cannot be determined: {why}") from error
 
-    @contextlib.contextmanager
-    def _compiling_elsewhere(self, budget: Budget) -> Iterator[Compiler | None]:
+    def _compiling_elsewhere(self, budget: Budget) -> contextlib.AbstractContextManager[Compiler | None]:
         """Provide a compiler with the policy's processes for the `with` block; `None` without processes."""
         count = self.task.policy.compile_processes
         if count == 0:
-            yield None
-            return
+            return contextlib.nullcontext()
         from ejkernel.ops.autotuner.compile.processes import compiler_for  # imports multiprocessing
 
         compiler = compiler_for(
             self.task.inv.device_fingerprint, count, self.task.limits.compile, budget.left_to_compile
         )
-        with contextlib.nullcontext() if compiler is None else contextlib.closing(compiler):
-            yield compiler
+        return contextlib.nullcontext() if compiler is None else contextlib.closing(compiler)
 
     # --- proposing candidates ---
 
@@ -197,11 +186,10 @@ class TuningRun:
         fresh = [candidate for candidate in pool.tried if not pool.recall(candidate)]
         pool.prepare(fresh, stop=pool.must_measure)
         pool.measure(fresh, self._plan)
-        if len(fresh) == len(pool.tried):
-            return len(pool.tried)
-        if pool.ranking[1:]:
+        is_resumed = len(fresh) < len(pool.tried)
+        if is_resumed and pool.ranking[1:]:
             pool.measure_finalists(self._plan)
-        else:
+        elif is_resumed:
             pool.rank_the_best()  # an earlier search measured all others, so the budget goes to the confirmation
         return len(pool.tried)
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ejkernel.ops.autotuner.bench.oracle import Limits
 from ejkernel.ops.autotuner.search.strategies import Record
-from ejkernel.ops.autotuner.trials.candidates import LISTED, Program, config_id, distinct, heuristic_of, is_in
+from ejkernel.ops.autotuner.trials.candidates import LISTED, Program, distinct, heuristic_of, is_in
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.spaces.space import ConfigSpace
@@ -122,7 +122,6 @@ class Configurations:
 
     def __init__(self, task: TuningTask) -> None:
         self._task = task
-        self._reasons: dict[Any, str] = {}
         self._heuristics = [heuristic_of(inv, task.kernel) for inv in task.calls]
         self._spaces: list[Collection[Any]] = []
         if task.candidates is None:
@@ -158,11 +157,8 @@ class Configurations:
         """Return why several calls cannot share a configuration; empty if they can."""
         if not self._task.others:
             return ""
-        token = config_id(config)
-        if token not in self._reasons:
-            reasons = (self._why_not(number, inv, config) for number, inv in enumerate(self._task.calls))
-            self._reasons[token] = next(filter(None, reasons), "")
-        return self._reasons[token]
+        reasons = (self._why_not(number, inv, config) for number, inv in enumerate(self._task.calls))
+        return next(filter(None, reasons), "")
 
     def _why_not(self, number: int, inv: Invocation[Any, Any], config: Any) -> str:
         kernel = self._task.kernel

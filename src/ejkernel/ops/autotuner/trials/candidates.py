@@ -45,11 +45,12 @@ class Candidate:
     """A candidate of a running search."""
 
     config: Any
-    compiled: Sequence[Callable[..., Any]] | None = None  # one program per call of the search
+    compiled: Sequence[Callable[..., Any]] = ()  # one program per call of the search; none if it is not compiled
     status: Status = Status.SKIPPED
     reason: str = "the budget was spent before its turn"
     compile_seconds: float | None = None
     peak_bytes: int | None = None
+    output_bytes: int | None = None
     spilled: int | None = None
     measurement: Measurement | None = None
     twin: Candidate | None = None  # the candidate with the same program
@@ -68,7 +69,7 @@ class Candidate:
 
     def fail(self, status: Status, error: BaseException) -> None:
         """Record the reason only: a traceback would keep the candidate's arrays alive."""
-        self.status, self.compiled, self.measurement, self.deferred = status, None, None, None
+        self.status, self.compiled, self.measurement, self.deferred = status, (), None, None
         self.reason = message_of(error) if isinstance(error, CandidateError) else error_text(error)
 
     def take_over(self, known: Outcome) -> None:
@@ -160,16 +161,13 @@ class CodeFile:
         """
         try:
             content = read_file(self.path, _LARGEST)
-        except UnusableError as error:
-            raise CandidateError(f"its program {self.path.name} cannot be used: {error}") from error
-        if content is None:
-            raise CandidateError(f"its program {self.path.name} is missing")
-        # Machine code runs unchecked: never load a damaged file or the program of another row.
-        if digest_of(content) != self.sha256:
-            raise CandidateError(f"its program {self.path.name} was changed after it was written")
-        try:
+            if content is None:
+                raise CandidateError(f"its program {self.path.name} is missing")
+            # Machine code runs unchecked: never load a damaged file or the program of another row.
+            if digest_of(content) != self.sha256:
+                raise CandidateError(f"its program {self.path.name} was changed after it was written")
             return zlib.decompressobj().decompress(content, _LARGEST)
-        except zlib.error as error:
+        except (UnusableError, zlib.error) as error:
             raise CandidateError(f"its program {self.path.name} cannot be used: {error}") from error
 
 

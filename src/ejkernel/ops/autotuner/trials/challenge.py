@@ -10,12 +10,13 @@ from typing import Any, Protocol
 from ejkernel.ops.autotuner.measure.measurement import Measurement, more_bytes
 from ejkernel.ops.autotuner.measure.paired import MARGIN, PairedComparison, margin_of
 from ejkernel.ops.autotuner.measure.sampling import PROCESSOR
-from ejkernel.ops.autotuner.trials.status import CameOut, SearchState
+from ejkernel.ops.autotuner.trials.status import SearchState
 from ejkernel.ops.utils.formatting import compact, durations, size
 from ejkernel.ops.utils.storage.serialize import to_data
 
 CPU = " cpu"  # after a time by the processor's clock
 _WALL = "wall"  # the method of the timer of the wall clock
+_IN_WORDS = {"wins": "it wins", "stays": "heuristic kept", "undecided": "undecided"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,18 +48,18 @@ class Challenge:
         return f"{compact(self.challenger)} is {lead}, for which it needs {figures.least:.2f}x"
 
     @property
-    def came_out(self) -> CameOut:
-        """The result of the comparison."""
+    def came_out(self) -> str:
+        """The result of the comparison: the challenger `wins`, the heuristic `stays`, or `undecided`."""
         if not self.comparison.settled:
-            return CameOut.UNDECIDED
-        return CameOut.WINS if self.comparison.wins else CameOut.STAYS
+            return "undecided"
+        return "wins" if self.comparison.wins else "stays"
 
     def data(self) -> dict[str, Any]:
         """Return it as plain data, with times in microseconds and `came_out` as the figures."""
         figures = self.comparison
         return {
             "rival": to_data(self.challenger),
-            "verdict": self.came_out.value,
+            "verdict": self.came_out,
             "rival_us": round(figures.challenger * 1e6, 4),
             "heuristic_us": round(figures.incumbent * 1e6, 4),
             "speedup": round(figures.speedup, 6),
@@ -85,15 +86,15 @@ class Challenge:
         """The result: `it wins`, `heuristic kept` (perhaps with the reason) or `undecided`."""
         if self.is_lead_too_small:
             return f"too little for {size(self.comparison.more_bytes)} more memory, so the heuristic is kept"
-        return "no difference, so the heuristic is kept" if self.comparison.is_tie else self.came_out.in_words
+        return "no difference, so the heuristic is kept" if self.comparison.is_tie else _IN_WORDS[self.came_out]
 
     def verdict(self, state: SearchState) -> str:
         """Return the result in a search with this state: that of a search that is not finished stays open."""
         if state in (SearchState.COMPLETE, SearchState.FAILED):
             return self.in_words
-        if self.came_out == CameOut.WINS:
+        if self.came_out == "wins":
             return "faster than the heuristic"  # other candidates may be faster still
-        if self.came_out == CameOut.STAYS:
+        if self.came_out == "stays":
             return "no difference" if self.comparison.is_tie else "not faster"
         return "not finished" if state == SearchState.PARTIAL else self.in_words
 
@@ -139,18 +140,12 @@ def costly_bytes(one: _Timed, other: _Timed) -> int:
     The result is 0 if the difference is not notable, and on accelerators: their allocators keep the memory that they
     mapped once.
     """
-    method = "" if one.measurement is None else one.measurement.method
-    return more_bytes(one.peak_bytes, other.peak_bytes) if method in (_WALL, PROCESSOR) else 0
+    return more_bytes(one.peak_bytes, other.peak_bytes) if clock_of([one]) in (_WALL, PROCESSOR) else 0
 
 
-def least_lead(one: _Timed, other: _Timed, clock: str) -> float:
-    """Return how much faster than another a program must be to count as faster, as a share of the other's time.
-
-    Args:
-        one, other: The programs.
-        clock: The timer of their times.
-    """
-    return margin_of(clock, takes_more=True) if costly_bytes(one, other) else MARGIN
+def least_lead(one: _Timed, other: _Timed) -> float:
+    """Return how much faster than another a program must be to count as faster, as a share of the other's time."""
+    return margin_of(clock_of([one]), takes_more=True) if costly_bytes(one, other) else MARGIN
 
 
 def clock_of(outcomes: Sequence[_Timed]) -> str:
@@ -166,7 +161,7 @@ def clock_note(outcome: _Timed, clock: str = "") -> str:
 
     Wall-clock time among others is labelled ` wall-clock`.
     """
-    method = "" if outcome.measurement is None else outcome.measurement.method
+    method = clock_of([outcome])
     if method == PROCESSOR:
         return CPU
     if method == _WALL and clock not in ("", _WALL):

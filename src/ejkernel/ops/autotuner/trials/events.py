@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -101,7 +100,6 @@ class SearchFinished(Event):
 Listener = Callable[[Event], object]
 
 _listeners: list[Listener] = []
-_lock = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -111,13 +109,11 @@ def on_event(listener: Listener) -> Iterator[None]:
     Exceptions of the listener become a `TuningWarning` and do not reach the search.
     """
     check_argument(callable(listener), "listener", "a function of an event", listener)
-    with _lock:
-        _listeners.append(listener)
+    _listeners.append(listener)
     try:
         yield
     finally:
-        with _lock:
-            _listeners.remove(listener)
+        _listeners.remove(listener)
 
 
 class Counter:
@@ -154,10 +150,7 @@ class Counter:
 
 def emit(event: Event) -> None:
     """Pass an event to all listeners."""
-    with _lock:
-        # Listeners are called without the lock: they may tune, or add a listener.
-        listeners = list(_listeners)
-    for listener in listeners:
+    for listener in _listeners:  # a copy: listeners may tune, or add a listener
         try:
             listener(event)
         except Exception as error:  # noqa: BLE001 - a failing listener must not end the search

@@ -14,7 +14,7 @@ from ejkernel.ops.autotuner.measure.sampling import Case, named_cases
 from ejkernel.ops.autotuner.trials.challenge import Challenge, clock_of, is_by_another, labelled, least_lead, to_decide
 from ejkernel.ops.autotuner.trials.programs import Outcome as Outcome
 from ejkernel.ops.autotuner.trials.programs import are_same, program_name, programs, ranked
-from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, SearchProgress, SearchState, Status
+from ejkernel.ops.autotuner.trials.status import FAULTY, SearchProgress, SearchState, Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.error_text import printable, printable_lines, shortened
@@ -150,7 +150,8 @@ class Findings(Shown):
         """
         if self.before is None or self.after is None:
             return None
-        decided = None if self.is_kept or self._has_several_calls else self._decided
+        has_several_calls = len({case.call for case in self.cases}) > 1
+        decided = None if self.is_kept or has_several_calls else self._decided
         return self.before / self.after if decided is None else decided
 
     @property
@@ -177,7 +178,7 @@ class Findings(Shown):
         if self.is_kept and self.progress.state == SearchState.PARTIAL:
             return "not confirmed yet"
         more = more_bytes(outcome.peak_bytes, self.winner.peak_bytes)
-        margin = least_lead(outcome, self.winner, clock_of(self.outcomes))
+        margin = least_lead(outcome, self.winner)
         if mine >= best * (1 - margin):
             return f"within {margin:.0%} of the chosen one{f', and takes {size(more)} more memory' if more else ''}"
         # The winner and its rival have more samples, of the confirmation run.
@@ -191,14 +192,10 @@ class Findings(Shown):
     def _decided(self) -> float | None:
         """The speed-up in the confirmation run that the winner won; `None` without one."""
         found = self.challenge
-        if found is None or found.came_out != CameOut.WINS or not found.is_confirmation:
+        if found is None or found.came_out != "wins" or not found.is_confirmation:
             return None
         is_winner = are_same(found.challenger, self.winner.config)
         return found.comparison.speedup if is_winner and found.comparison.speedup > 0 else None
-
-    @property
-    def _has_several_calls(self) -> bool:
-        return len({case.call for case in self.cases}) > 1
 
     @property
     def progress(self) -> SearchProgress:

@@ -70,22 +70,22 @@ class Outcome:
 
 def are_same(one: Any, other: Any) -> bool:
     """Return whether two configurations are the same; one from a file is plain data."""
-    return stable_json(to_data(one)) == stable_json(to_data(other))
+    return _token(one) == _token(other)
+
+
+def _token(config: Any) -> str:
+    return stable_json(to_data(config))  # configurations may be unhashable, and those from a file are plain data
 
 
 def programs(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ...]]]:
     """Return the programs of a search in order, each as its first outcome and the outcomes of its duplicates."""
-    # Configurations may be unhashable, and those from a file are plain data.
-    tokens = [stable_json(to_data(outcome.config)) for outcome in outcomes]
-    twins: dict[str, list[Outcome]] = {token: [] for token in tokens}
-    owners = []
-    for outcome, token in zip(outcomes, tokens, strict=True):
-        of = stable_json(to_data(outcome.twin)) if outcome.status == Status.SAME and outcome.twin is not None else ""
-        if of in twins:
-            twins[of].append(outcome)
-        else:
-            owners.append((outcome, token))
-    return [(outcome, tuple(twins[token])) for outcome, token in owners]
+    twins: dict[str, list[Outcome]] = {_token(outcome.config): [] for outcome in outcomes}
+    owners: list[Outcome] = []
+    for outcome in outcomes:
+        is_twin = outcome.status == Status.SAME and outcome.twin is not None
+        same = twins.get(_token(outcome.twin), owners) if is_twin else owners
+        same.append(outcome)
+    return [(outcome, tuple(twins[_token(outcome.config)])) for outcome in owners]
 
 
 def ranked(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ...]]]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import threading
@@ -53,14 +52,8 @@ class Entry(Shown):
         return hash((self.op_id_v, self.call_key))  # configurations may be unhashable
 
 
-class _Entered(threading.local):
-    """The contexts entered by this thread; a result may be entered again inside itself."""
-
-    def __init__(self) -> None:
-        self.stack: list[contextlib.AbstractContextManager[None]] = []
-
-
-_entered = _Entered()
+# `stack`: the contexts entered by this thread; a result may be entered again inside itself.
+_entered = threading.local()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +121,7 @@ class AutotuningResult(Shown):
         # Each entry gets a new context on this thread's stack: JAX leaks a context entered twice.
         context = entered(dataclasses.replace(scope, layers=(*scope.layers, overlay)))
         context.__enter__()
-        _entered.stack.append(context)
+        _entered.__dict__.setdefault("stack", []).append(context)
         return self
 
     def __exit__(self, *error: Any) -> None:

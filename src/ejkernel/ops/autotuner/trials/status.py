@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The statuses of candidates, of their comparison with the heuristic, and of whole searches: one word for each."""
+"""The statuses of candidates and of whole searches: one word for each."""
 
 from __future__ import annotations
 
@@ -42,28 +42,6 @@ class Status(enum.StrEnum):
 
 FAULTY: Final = frozenset({Status.FAILED, Status.WRONG, Status.CRASHED})
 REJECTED: Final = FAULTY | {Status.PRUNED}  # another attempt would give the same result
-
-
-class CameOut(enum.StrEnum):
-    """The result of comparing a candidate with the heuristic.
-
-    Attributes:
-        WINS: The candidate wins.
-        STAYS: The heuristic stays.
-        UNDECIDED: The evidence was insufficient.
-    """
-
-    WINS = "wins"
-    STAYS = "stays"
-    UNDECIDED = "undecided"
-
-    @property
-    def in_words(self) -> str:
-        """The result as text."""
-        return _IN_WORDS[self]
-
-
-_IN_WORDS: Final = {CameOut.WINS: "it wins", CameOut.STAYS: "heuristic kept", CameOut.UNDECIDED: "undecided"}
 
 
 class SearchState(enum.StrEnum):
@@ -166,7 +144,10 @@ class SearchProgress:
     @property
     def not_finished(self) -> str:
         """The text shown while a result is missing: `not finished (3 of 12)`."""
-        return f"not finished ({self._counted})"
+        count = f"{self.done} of {self.candidates}"
+        if self.done == self.candidates:
+            count += ", the best one is not confirmed"
+        return f"not finished ({count})"
 
     def in_brief(self, speedup: float | None, *, kept: bool) -> str:
         """Return the result: the speed-up, `kept` (the heuristic), `undecided`, `not finished (3 of 12)` or `failed`.
@@ -180,11 +161,6 @@ class SearchProgress:
         if self.state == SearchState.PARTIAL:
             return self.not_finished
         return "kept" if self.state == SearchState.COMPLETE else str(self.state)
-
-    @property
-    def _counted(self) -> str:
-        text = f"{self.done} of {self.candidates}"
-        return text if self.done < self.candidates else f"{text}, the best one is not confirmed"
 
     def data(self) -> dict[str, Any]:
         """Return it as plain data."""

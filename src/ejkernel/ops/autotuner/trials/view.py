@@ -164,14 +164,14 @@ class SearchView:
 
 def view_of(search: Findings) -> dict[str, Any]:
     """Return the values of a search's `SearchView`."""
-    groups = _grouped(search.outcomes)
+    failures, groups = _grouped(search.outcomes)
     return {
         "before_us": in_microseconds(search.before),
         "after_us": in_microseconds(search.after),
         "tuned_us": in_microseconds(search.tuned),
         "note": clock_note(search.heuristic),
         "rows": tuple(_row(program, search, groups) for program in ranked(search.outcomes)),
-        "failures": tuple(groups.values()),
+        "failures": failures,
         "best": tuple(_best_so_far(search)),
         "measured": sum(outcome.measurement is not None for outcome in search.outcomes),
         "standing": _standing(search),
@@ -202,11 +202,11 @@ def _leaner(search: Findings) -> str:
     return ""
 
 
-def _row(program: tuple[Outcome, tuple[Outcome, ...]], search: Findings, groups: dict[Any, Failures]) -> Row:
+def _row(program: tuple[Outcome, tuple[Outcome, ...]], search: Findings, groups: dict[tuple[str, str], int]) -> Row:
     first, twins = program
     row = Row(name=program_name(program), mark="", status=printable(first.status))
     if first.measurement is None:
-        return dataclasses.replace(row, group=_number(first, groups))
+        return dataclasses.replace(row, group=groups.get(_group_of(first), 0))
     samples, clock = first.measurement.samples, clock_of(search.outcomes)
     relative, heuristic = relative_to_heuristic(first, search), search.heuristic.seconds
     is_other = is_by_another(first, clock)
@@ -247,24 +247,21 @@ def _group_of(outcome: Outcome) -> tuple[str, str]:
     return str(outcome.status), _NUMBER.sub("#", outcome.reason)
 
 
-def _number(outcome: Outcome, groups: dict[Any, Failures]) -> int:
-    keys = list(groups)
-    key = _group_of(outcome)
-    return keys.index(key) + 1 if key in keys else len(keys) if outcome.status != Status.SAME else 0
+def _grouped(outcomes: Sequence[Outcome]) -> tuple[tuple[Failures, ...], dict[tuple[str, str], int]]:
+    """Return the unmeasured candidates by status and reason, ignoring numbers; the most frequent first.
 
-
-def _grouped(outcomes: Sequence[Outcome]) -> dict[Any, Failures]:
-    """Return the unmeasured candidates by status and reason, ignoring numbers; the most frequent first."""
-    found: dict[Any, list[Outcome]] = {}
+    Also return the number of each group, from 1. The rare ones share the last number.
+    """
+    found: dict[tuple[str, str], list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.measurement is None and outcome.status != Status.SAME:
             found.setdefault(_group_of(outcome), []).append(outcome)
     ordered = sorted(found.items(), key=lambda item: -len(item[1]))
-    groups = {key: _failures(str(members[0].status), members[0].reason, members) for key, members in ordered[:_REASONS]}
+    groups = [_failures(str(members[0].status), members[0].reason, members) for _, members in ordered[:_REASONS]]
     rest = [outcome for _, members in ordered[_REASONS:] for outcome in members]
     if rest:
-        groups["rest"] = _failures("various", f"{len(ordered) - _REASONS} other reasons", rest)
-    return groups
+        groups.append(_failures("various", f"{len(ordered) - _REASONS} other reasons", rest))
+    return tuple(groups), {key: min(number, _REASONS + 1) for number, (key, _) in enumerate(ordered, 1)}
 
 
 def _failures(status: str, reason: str, outcomes: Sequence[Outcome]) -> Failures:
