@@ -33,7 +33,7 @@ for _number, _default in ((signal.SIGINT, signal.default_int_handler), (signal.S
         signal.signal(_number, _default)
 
 # No deadline: an example may have to compile a program, on a busy machine.
-hypothesis.settings.register_profile("sample", deadline=None, max_examples=30)
+hypothesis.settings.register_profile("sample", deadline=None, max_examples=20)
 hypothesis.settings.register_profile("whole", deadline=None)
 
 

@@ -242,7 +242,7 @@ FORMS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [pytest.param(n, marks=[pytest.mark.whole] * (n == "packed")) for n in FORMS])
 def test_the_call_of_other_libraries_writes_and_attends(form):
     q, pages, table, offsets, lengths = batch_of(MIXED, head_dim=16)
     rng = np.random.default_rng(1)

@@ -305,7 +305,7 @@ def lower(mosaic, case, params):
     return jax.jit(run).trace(operands, (out, lse), out).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.whole] * (n == "short 128")) for n in SAMPLE])
 def test_configurations_are_lowered(request, mosaic, name):
     """The heuristic's parameters; with `--whole` the whole search space.
 

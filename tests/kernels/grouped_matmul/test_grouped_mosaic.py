@@ -90,7 +90,9 @@ def test_a_weights_gradient_is_right_for_hostile_sizes_with_garbage_behind_the_g
         by_numpy.assert_near(by_numpy.weights_gradient(lhs, rhs, sizes), run(sizes, *own))
 
 
-@pytest.mark.parametrize("own", [slice(1, 3), slice(3, 4)], ids=["in the middle", "the last"])
+@pytest.mark.parametrize(
+    "own", [slice(1, 3), pytest.param(slice(3, 4), marks=pytest.mark.whole)], ids=["in the middle", "the last"]
+)
 @pytest.mark.usefixtures("few_multiprocessors")
 def test_a_range_of_groups_is_right_for_hostile_sizes_with_garbage_in_other_groups(mosaic, own):
     lhs, rhs = by_numpy.normal(by_numpy.ROWS, K), by_numpy.normal(4, K, N, seed=1)
@@ -149,7 +151,9 @@ def test_nothing_of_one_group_reaches_another(mosaic):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"block_n": 64, "out_slots": 1, "stages": 3, "preferred_element_type": "float32"},
+        pytest.param(
+            {"block_n": 64, "out_slots": 1, "stages": 3, "preferred_element_type": "float32"}, marks=pytest.mark.whole
+        ),
         {"block_n": 192, "out_slots": 3},
         {"rows": 256},
     ],

@@ -27,6 +27,7 @@ from ejkernel.kernels.linear_cross_entropy.operation import linear_cross_entropy
 from ejkernel.ops import ConfigError
 from ejkernel.ops.errors import KernelWarning
 
+REPEATED = pytest.mark.whole  # each parameter and option is also part of another case
 ROWS, INNER, COLUMNS, REMOVED = 200, 72, 330, 5  # no multiples of a tile; a bias of -inf removes the last columns
 SMALL = {"stages": 2, "panel": 1}
 TOLERANCE = {"statistics": 1e-5, "gradients": 8e-3}
@@ -168,7 +169,12 @@ def test_a_kernel_multiplies_by_the_weight_where_it_is_fast(monkeypatch):
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize(
     ("pieces", "options"),
-    [(5, {}), (2, {"block_n": 128}), (2, {"block_n": 128, "form": "vocabulary"}), (3, {"form": "vocabulary"})],
+    [
+        (5, {}),
+        pytest.param(2, {"block_n": 128}, marks=REPEATED),
+        (2, {"block_n": 128, "form": "vocabulary"}),
+        pytest.param(3, {"form": "vocabulary"}, marks=REPEATED),
+    ],
 )
 def test_columns_beyond_a_vocabulary_of_whole_pieces_count_for_nothing(pieces, options):
     x, weight, *per_row = arrays(columns=pieces * PIECE)
@@ -184,7 +190,6 @@ def test_columns_beyond_a_vocabulary_of_whole_pieces_count_for_nothing(pieces, o
 # With a share of 0.1, gradients without its term would be within the tolerance.
 EVERY = {"gradients": ("x", "weight", "bias"), "statistics": ("max",), "z_loss": 0.01, "logits_scale": 0.7}
 CAPPED = {"gradients": ("x", "weight"), "logits_soft_cap": 3.0}
-REPEATED = pytest.mark.whole  # each parameter and option is also part of another case
 ANY_SIZE = [
     (True, 331, {}, EVERY | {"label_smoothing": 0.5}),
     pytest.param(True, 331, {"chunk": 128}, CAPPED, marks=REPEATED),
@@ -306,6 +311,7 @@ def test_chunks_of_the_vocabulary_give_the_loss_and_gradients_with_every_option(
 
 
 @pytest.mark.slow
+@pytest.mark.whole  # arrays of any size have statistics as well, soft caps and chunks are in other cases
 @pytest.mark.usefixtures("simulated")
 def test_statistics_and_their_gradients_match_the_reference():
     x, weight, labels, _, bias = arrays(transpose_weight=True, bias=True)

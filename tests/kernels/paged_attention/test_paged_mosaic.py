@@ -273,7 +273,7 @@ def test_latent_attention_to_a_cache_of_8_bits():
     [
         ("float8_e4m3fn", (1, 0, 40, 7), 40, 64),
         pytest.param("int8", (1, 0, 40, 7), 0, 64, marks=REPEATED),
-        ("int8", (3, 2, 1, 2), 0, 64),
+        pytest.param("int8", (3, 2, 1, 2), 0, 64, marks=REPEATED),
         ("int8", (1, 0, 40, 7), 0, 256),
         ("float8_e4m3fn", (1, 0, 40, 7), 0, 80),
     ],
@@ -423,7 +423,7 @@ def test_kernels_that_write_to_one_output_are_apart_from_slices(cache, head_dim)
             {"page": 8, "head_dim": 96, "heads": (2, 2)},
             {"sinks": on_device(np.linspace(-1, 1, 2), "float32")},
         ),
-        ([200, 90], (90, 70), {"page": 64, "head_dim": 192, "heads": (3, 1)}, {}),
+        pytest.param([200, 90], (90, 70), {"page": 64, "head_dim": 192, "heads": (3, 1)}, {}, marks=REPEATED),
     ],
 )
 def test_chunks_of_several_tiles_and_blocks_are_right(lengths, queries, shape, options):
