@@ -169,6 +169,17 @@ class Spilling(Faulty):
         return Fault(repeats=400, says=spill(800))
 
 
+class Unsendable(Faulty):
+    """Its candidate cannot be pickled."""
+
+    def config_space(self, inv):
+        @dataclasses.dataclass(frozen=True)
+        class Local(Fault):
+            pass
+
+        return [Local(repeats=1)]
+
+
 class BrokenReference(Faulty):
     def reference(self, x):
         os.abort()
@@ -179,3 +190,4 @@ crashing, hanging, failing = Crashing("crashing"), Hanging("hanging"), Failing("
 locking, closing, raising = Locking("locking"), Closing("closing"), Raising("raising")
 failing_on_device = FailingOnDevice("failing_on_device")
 broken_reference = BrokenReference("broken_reference")
+unsendable = Unsendable("unsendable")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +80,26 @@ def test_the_watch_hears_of_a_candidate_before_and_after_it_is_compiled():
     there.prepare([Candidate(1), Candidate(2)])
     assert seen == [(1, True), (2, True)]
     assert heard == [[1], [], [2], []]
+
+
+def test_the_end_of_an_abandoned_compilation_does_not_hide_another_of_the_same_candidate():
+    heard, abandoned, goes_on = [], threading.Event(), threading.Event()
+    there, candidate = preparation_of(Sum("again")), Candidate(1)
+    there.oracle.watch = SimpleNamespace(compiling=heard.append)
+
+    def compile_for_long():
+        with there._reported(candidate):
+            abandoned.set()
+            goes_on.wait(60)
+
+    thread = threading.Thread(target=compile_for_long)
+    thread.start()
+    abandoned.wait(60)
+    with there._reported(candidate):
+        goes_on.set()
+        thread.join()
+        assert heard == [[1], [1, 1], [1]]
+    assert heard[-1] == []
 
 
 # --- one program ---

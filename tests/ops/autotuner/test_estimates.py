@@ -259,6 +259,24 @@ def test_each_candidate_has_an_estimate_or_a_reason(estimates):
     assert rows[8][2] == "not estimated: simulating it takes longer than 600 s"
 
 
+def test_the_heuristic_is_asked_once_for_all_candidates():
+    asked = []
+
+    class Counted(Estimated):
+        def heuristic_cfg(self, inv):
+            asked.append(inv)
+            return 20
+
+    kernel = Counted("counted")
+    call = dataclasses.replace(Invocation(kernel=kernel, args=(X,)).abstract(), device=V6E.fingerprint)
+    counts = []
+    for configs in ([12], [12, 10, 13]):
+        asked.clear()
+        estimate_calls([call], V6E, candidates=lambda inv, configs=configs: configs, simulate=simulate)
+        counts.append(len(asked))
+    assert counts[0] == counts[1]
+
+
 def interrupt_after_three(run):
     """Interrupt a run of estimates once it has three."""
 

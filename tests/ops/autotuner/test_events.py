@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -15,6 +17,7 @@ from ejkernel.ops.autotuner.trials.events import (
     RoundsFinished,
     SearchFinished,
     SearchStarted,
+    emit,
     on_event,
 )
 from ejkernel.ops.autotuner.trials.outcome import Outcome
@@ -72,6 +75,22 @@ def test_listeners_are_called_each_as_often_as_they_listen():
     with on_event(one.append), on_event(one.append), on_event(other.append):
         tune()
     assert len(one) == 2 * len(other) > 0
+
+
+def test_a_listener_that_stops_or_adds_one_during_an_event_takes_it_from_no_other():
+    one, other, late = [], [], []
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as stack:
+
+        def leave(event):
+            one.append(event)
+            first.close()
+            stack.enter_context(on_event(late.append))
+
+        first.enter_context(on_event(leave))
+        stack.enter_context(on_event(other.append))
+        for count in (1, 2):
+            emit(SearchStarted(INV.key, count))
+    assert [[event.candidates for event in each] for each in (one, other, late)] == [[1], [1, 2], [2]]
 
 
 def test_a_listener_that_raises_is_a_warning_and_the_search_goes_on():

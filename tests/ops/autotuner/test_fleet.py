@@ -107,6 +107,12 @@ def test_a_machine_without_the_folder_is_not_connected(line):
     assert not FolderLine(line.folder / "in" / "none").connect()
 
 
+def test_a_worker_that_cannot_reach_the_folder_is_not_connected(line):
+    assert not FolderLine(line.folder / ("too long a name" * 99) / "x").connect()
+    line.folder.chmod(0o500)  # like the folder of another user
+    assert FolderLine(line.folder / "x").connect() == (os.geteuid() == 0)
+
+
 # --- devices shared by threads ---
 
 

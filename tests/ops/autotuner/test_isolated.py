@@ -72,6 +72,11 @@ def test_a_candidate_that_ends_its_process_fails_alone_and_is_reported_and_count
     assert float(jnp.sum(jnp.ones(3))) == 3.0  # this process still works
 
 
+def test_a_candidate_that_cannot_be_sent_is_the_error_of_the_search():
+    with pytest.raises(TuningError, match=r"^unsendable: this cannot be sent to a worker process or back"):
+        tune(faulty_kernels.unsendable)
+
+
 def test_in_this_process_a_hanging_candidate_is_abandoned_and_the_search_continues():
     with pytest.warns(TuningWarning, match=r"no sign of life .* while running .*kind=never.* cannot be ended in this"):
         data = tune(faulty_kernels.hanging, isolate=False, budget_s=6.0)

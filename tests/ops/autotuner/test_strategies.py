@@ -179,6 +179,15 @@ def test_a_record_of_a_like_device_leads_to_the_best_at_once():
 
 
 @pytest.mark.slow
+def test_before_the_first_time_the_fastest_of_a_record_are_proposed():
+    record = Record("like", tuple((config, seconds(config)) for config in TILES))
+    strategy = ModelSearch(TILES, records=[record])
+    assert sorted(map(seconds, strategy.ask(8))) == sorted(map(seconds, TILES))[:8]
+    for config in strategy.ask(8):
+        strategy.tell(config, None)
+    assert len(strategy.ask(8)) == 8
+
+
 def test_a_record_with_gaps_still_helps():
     record = Record("like", tuple((c, seconds(c)) for c in list(TILES)[::7] if c["block_kv"] != 96))
     warm = [evaluations_to_best(ModelSearch(TILES, records=[record], seed=seed)) for seed in range(2)]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from ejkernel.ops.autotuner.process import threads
+from ejkernel.ops.autotuner.process import lifetime, threads
 from ejkernel.ops.autotuner.process.threads import AbandonedError, in_callers_context, on_measuring_thread, raise_in
 from ejkernel.ops.core.context import is_measuring
 
@@ -161,3 +161,16 @@ def test_only_abandoned_threads_that_do_not_end_by_themselves_are_broken_off_at_
         monkeypatch.setattr(threads.compat.settings, "silence_failed_callbacks", lambda: None)
         threads._wait_at_exit()
         assert raised == expected
+
+
+def test_one_thread_starts_the_processes_of_all_threads(monkeypatch):
+    monkeypatch.setattr(lifetime, "_starters", {})
+    together, starters = threading.Barrier(8), set()
+
+    def begin(_):
+        together.wait()
+        lifetime.start_process(lambda: starters.add(threading.get_ident()))
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(begin, range(8)))
+    assert len(starters) == 1

@@ -161,14 +161,15 @@ class Preparation:
     @contextlib.contextmanager
     def _reported(self, candidate: Candidate) -> Iterator[None]:
         """Report that a candidate is being compiled in the `with` block, which may crash or never end."""
+        thread = threading.get_ident()  # an abandoned thread may still compile the same candidate
         with self._lock:
-            self._compiling[id(candidate)] = candidate.config
+            self._compiling[thread] = candidate.config
             self.oracle.watch.compiling(list(self._compiling.values()))
         try:
             yield
         finally:
             with self._lock:
-                self._compiling.pop(id(candidate), None)
+                del self._compiling[thread]
                 self.oracle.watch.compiling(list(self._compiling.values()))
 
     def _compile_for_all(self, candidate: Candidate) -> Any:

@@ -72,6 +72,7 @@ def estimate_calls(
         if simulate is None:
             simulate = _in_processes(stack, target, processes, timeout_s)
         for inv, configs in aimed_calls(calls, target, candidates, max_candidates, "estimate"):
+            heuristics = heuristic_of(inv, kernel_of(inv))
             rows = {} if store is None else _earlier_rows(inv, configs, store)
             left = [config for config in configs if config_id(config) not in rows]
             jobs = [functools.partial(simulate, inv, Choice(config=config, platform=inv.platform)) for config in left]
@@ -79,7 +80,9 @@ def estimate_calls(
             timeout = AdaptiveTimeout(first=2 * timeout_s, least=2 * timeout_s)
             try:
                 for done in carried_out(inv, jobs, width=processes, timeout=timeout, progress=progress):
-                    rows[config_id(left[done.index])] = _row(inv, left[done.index], done, target, timeout_s)
+                    config = left[done.index]
+                    row = _row(config, done, target, timeout_s)
+                    rows[config_id(config)] = dataclasses.replace(row, is_heuristic=is_in(heuristics, config))
             finally:  # an interrupted run stores what it has
                 if store is not None and rows:
                     store.put(dataclasses.replace(Estimates.of(inv, METHOD, list(rows.values())), unfinished=True))
@@ -118,18 +121,15 @@ def _earlier_rows(
     return rows
 
 
-def _row(
-    inv: Invocation[Any, Any], config: object, done: Done[Program], target: Target, timeout_s: float
-) -> EstimatedRow:
+def _row(config: object, done: Done[Program], target: Target, timeout_s: float) -> EstimatedRow:
     """Return the row of a finished job."""
     program = done.result
-    known: dict[str, Any] = {"is_heuristic": is_in(heuristic_of(inv, kernel_of(inv)), config)}
     if program is None or program.cycles is None:
-        return row_of(config, reason=_why_not(done.error, timeout_s), **known)
+        return row_of(config, reason=_why_not(done.error, timeout_s))
     least = program.cycles if program.least_cycles is None else program.least_cycles
-    known |= {"cycles": round(program.cycles, 1), "simulated": program.simulated}
     us, least_us = (round(seconds_of(cycles, target) * 1e6, 4) for cycles in (program.cycles, least))
-    return row_of(config, us=us, least_us=least_us, **known)
+    cycles = round(program.cycles, 1)
+    return row_of(config, us=us, least_us=least_us, cycles=cycles, simulated=program.simulated)
 
 
 def _identity(row: EstimatedRow) -> tuple[str, str]:

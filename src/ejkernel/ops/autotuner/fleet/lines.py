@@ -87,7 +87,8 @@ class FolderLine:
 
     def connect(self) -> bool:
         """See `Line`."""
-        return self.folder.parent.exists()  # another machine has no folder of this random name
+        # Another machine has no folder of this random name; another user may not write into it.
+        return os.access(self.folder.parent, os.W_OK | os.X_OK)
 
     def say(self, message: bytes) -> None:
         """See `Line`."""

@@ -115,10 +115,17 @@ def _safe_path() -> Iterator[None]:
         spawn.get_preparation_data = prepared
 
 
-@functools.cache
-def _starter(pid: int) -> SerialThread:
-    """Return the thread that starts processes; a fork, which has another pid, needs a new one."""
-    return SerialThread(f"ejkernel-starter-{pid}")
+_starters: dict[int, SerialThread] = {}
+_guard = threading.Lock()
+
+
+def _starter() -> SerialThread:
+    """Return the thread that starts processes, one at a time; a fork needs a new one."""
+    pid = os.getpid()
+    with _guard:
+        if pid not in _starters:
+            _starters[pid] = SerialThread("ejkernel-starter")
+        return _starters[pid]
 
 
 def start_process(start: Callable[[], Any]) -> None:
@@ -127,7 +134,7 @@ def start_process(start: Callable[[], Any]) -> None:
     Linux ends a child with its parent *thread*. Children start with Ctrl-C blocked. A terminal sends Ctrl-C to its
     whole process group, and a child leaves the group only once it runs our code. A Ctrl-C before that is dropped.
     """
-    _starter(os.getpid()).submit(functools.partial(_started, start)).result()
+    _starter().submit(functools.partial(_started, start)).result()
 
 
 def _started(start: Callable[[], Any]) -> None:

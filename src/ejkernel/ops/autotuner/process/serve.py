@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import threading
@@ -28,6 +29,7 @@ from ejkernel.ops.autotuner.process.messages import (
 from ejkernel.ops.autotuner.process.outputs import Outputs
 from ejkernel.ops.autotuner.process.supervisor import WAKE_UP
 from ejkernel.ops.autotuner.process.watch import Cancellation, Instruction, Watch
+from ejkernel.ops.errors import TuningError
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -64,7 +66,8 @@ class Reports(Watch):
     def compiling(self, configs: Sequence[object]) -> None:
         """See `Watch`."""
         self.outputs.mend(is_idle=not configs)
-        self.send(Compiling(list(configs)))
+        with contextlib.suppress(TuningError):  # for a configuration that cannot be sent; `begin` raises it
+            self.send(Compiling(list(configs)))
 
     def begin(self, doing: str, configs: Sequence[object], allowed: float) -> None:
         """See `Watch`."""

@@ -258,7 +258,7 @@ class Model:
     def best(self, n: int, seconds: float, proposed: Iterable[Point]) -> list[Point]:
         """Return the `n` points with the largest expected improvement times probability of success.
 
-        The model takes its own prediction as the time of a point until the point is measured.
+        The model takes its own prediction as the time of each chosen point.
 
         Args:
             n: The number of points.
@@ -283,8 +283,8 @@ class Model:
         return [self.candidates.points[row] for row in chosen]
 
     def _promise(self, processes: Sequence[Process], values: Floats, seconds: float) -> tuple[Floats, Floats]:
-        """Return the predicted log times and the expected improvements."""
-        if not len(values):
+        """Return the predicted log times and the expected improvements; without a time to beat, shorter times."""
+        if not len(values) or math.isinf(seconds):
             mean = self.candidates.pool.mean
             return mean, np.exp(mean.min() - mean)
         best = math.log(seconds)

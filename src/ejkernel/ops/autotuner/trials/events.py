@@ -150,7 +150,7 @@ class Counter:
 
 def emit(event: Event) -> None:
     """Pass an event to all listeners."""
-    for listener in _listeners:  # a copy: listeners may tune, or add a listener
+    for listener in tuple(_listeners):  # a copy: meanwhile, listeners and other threads may add or remove some
         try:
             listener(event)
         except Exception as error:  # noqa: BLE001 - a failing listener must not end the search
