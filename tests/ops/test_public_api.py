@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -14,7 +16,7 @@ from importlib import metadata
 import pytest
 
 import ejkernel
-from ejkernel import ops
+from ejkernel import modules, ops
 
 DOCUMENTED = [
     "AgreementError",
@@ -140,6 +142,13 @@ def test_a_star_import_of_the_modules_brings_functions_and_no_modules():
     exec("from ejkernel.modules import *", found)
     assert {"flash_attention", "rms_norm", "FlashAttentionConfig"} <= found.keys()
     assert [name for name, value in found.items() if isinstance(value, types.ModuleType)] == []
+
+
+def test_type_checkers_can_read_the_names_of_the_modules():
+    listed = [node.value for node in ast.parse(inspect.getsource(modules)).body if isinstance(node, ast.Assign)]
+    assert [ast.literal_eval(value) for value in listed] == [modules.__all__]  # they do not run a comprehension
+    public = {name for name, value in vars(modules).items() if not isinstance(value, types.ModuleType)}
+    assert modules.__all__ == sorted(name for name in public if not name.startswith("_"))
 
 
 def test_the_version_is_that_of_the_distribution():

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operations: they check their arguments and choose implementation and configuration for each call."""
 
-import types
-
 from .flash_attention import FlashAttention as FlashAttention
 from .flash_attention import FlashAttentionConfig as FlashAttentionConfig
 from .flash_attention import flash_attention as flash_attention
@@ -58,4 +56,59 @@ from .rms_norm import RmsNorm as RmsNorm
 from .rms_norm import RmsNormConfig as RmsNormConfig
 from .rms_norm import rms_norm as rms_norm
 
-__all__ = [name for name in sorted(globals()) if name[0] != "_" and not isinstance(globals()[name], types.ModuleType)]
+__all__ = [
+    "DelayedScaling",
+    "FlashAttention",
+    "FlashAttentionConfig",
+    "GroupedMatmul",
+    "GroupedMatmulActivation",
+    "GroupedMatmulActivationConfig",
+    "GroupedMatmulConfig",
+    "GroupedMatmulWgrad",
+    "GroupedMatmulWgradConfig",
+    "LayerNorm",
+    "LayerNormConfig",
+    "LinearCrossEntropy",
+    "LinearCrossEntropyConfig",
+    "LinearCrossEntropyGradients",
+    "LinearCrossEntropyGradientsConfig",
+    "OutOfPagesError",
+    "PagePool",
+    "PagedAttention",
+    "PagedAttentionConfig",
+    "PagedPlan",
+    "Quantize",
+    "QuantizeConfig",
+    "Quantized",
+    "QuantizedGroupedActivation",
+    "QuantizedGroupedActivationConfig",
+    "QuantizedGroupedMatmul",
+    "QuantizedGroupedMatmulConfig",
+    "QuantizedGroupedWgrad",
+    "QuantizedGroupedWgradConfig",
+    "QuantizedMatmul",
+    "QuantizedMatmulConfig",
+    "QuantizedRmsNorm",
+    "QuantizedRmsNormConfig",
+    "RmsNorm",
+    "RmsNormConfig",
+    "append_to_pages",
+    "copy_pages",
+    "flash_attention",
+    "from_zigzag",
+    "grouped_matmul",
+    "grouped_matmul_wgrad",
+    "layer_norm",
+    "linear_cross_entropy",
+    "paged_attention",
+    "paged_plan",
+    "quantize",
+    "quantize_both",
+    "quantized_dense",
+    "quantized_grouped_dense",
+    "quantized_matmul",
+    "ragged_paged_attention",
+    "rms_norm",
+    "to_zigzag",
+    "token_log_probs",
+]

@@ -243,7 +243,8 @@ class TunedFunction(Kernel[Config, Out], Generic[P, Out]):
 
 def _directed(pair: tuple[T, T], inv: Invocation[Any, Any]) -> T:
     """Return the value for the direction of a call, from those for the forward and the backward."""
-    return pair[inv.direction == "bwd"]
+    forward, backward = pair
+    return backward if inv.direction == "bwd" else forward
 
 
 class _Declared:

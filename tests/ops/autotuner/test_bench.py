@@ -26,7 +26,7 @@ from ejkernel.ops.autotuner.process.watch import Watch
 from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.autotuner.tuner import Autotuner
-from ejkernel.ops.core.examples import example_sets
+from ejkernel.ops.core.examples import example_sets, saver
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.transformations.nodes import Choice
@@ -172,7 +172,9 @@ def test_programs_that_differ_in_a_constant_alone_are_not_one():
 
 def test_a_candidate_right_on_the_first_inputs_only_does_not_win(monkeypatch):
     inv = Invocation(kernel=Sum("sum"), args=(X,))
-    (arrays,) = example_sets(inv, np.random.default_rng(0), Choice(config=1, platform="cpu")).values()
+    (arrays,) = example_sets(
+        inv, np.random.default_rng(0), saver(inv.node.forward, Choice(config=1, platform="cpu"))
+    ).values()
     (known,) = map(np.asarray, arrays)
 
     class Remembers(Sum):

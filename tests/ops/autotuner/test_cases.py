@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.config.spaces.space import ConfigSpace
-from ejkernel.ops.core.examples import example_sets
+from ejkernel.ops.core.examples import example_sets, saver
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.transformations.nodes import Choice
@@ -102,6 +103,10 @@ def times(monkeypatch):
 
 def on_draws(kernel, **options):
     return Autotuner().tune(Invocation(kernel=kernel, args=(X, SIZE)), kernel, **options)
+
+
+def inputs_of(inv):
+    return example_sets(inv, np.random.default_rng(0), saver(inv.node, Choice(config=1)))
 
 
 def of_length(*lengths, kernel):
@@ -264,7 +269,7 @@ def test_a_search_on_one_set_of_inputs_has_no_cases_in_its_files(times, tmp_path
 
 def test_arrays_that_draws_share_are_there_once():
     inv = Invocation(kernel=Scaled(), args=(X, SIZE))
-    sets = example_sets(inv, np.random.default_rng(0), Choice(config=1, platform="cpu"))
+    sets = inputs_of(inv)
     assert list(sets) == ["few", "many"]
     assert sets["few"][0] is sets["many"][0]
     assert [int(arrays[1][0]) for arrays in sets.values()] == [3, 300]
@@ -273,9 +278,34 @@ def test_arrays_that_draws_share_are_there_once():
 def test_draws_of_a_batch_are_stacked_by_name_and_unbatched_arguments_are_shared():
     kernel = Scaled()
     inv = Invocation(kernel=kernel, args=(X, SIZE), batch_axes=((0, None),), batch_sizes=(2,))
-    sets = example_sets(inv, np.random.default_rng(0), Choice(config=1, platform="cpu"))
+    sets = inputs_of(inv)
     assert [arrays[0].shape for arrays in sets.values()] == [(2, 16), (2, 16)]
     assert [int(arrays[1][0]) for arrays in sets.values()] == [3, 300]
+
+
+def test_draws_of_containers_that_make_their_arrays_stay_apart():
+    made = []  # by flattening; the id of a collected array may be that of another draw's
+
+    class Packed:
+        def __init__(self, size):
+            self.size = size
+
+    def flattened(packed):
+        assert all(array() is not None for array in made)
+        array = np.full(1, packed.size, np.int32)
+        made.append(weakref.ref(array))
+        return (array,), None
+
+    jax.tree_util.register_pytree_node(Packed, flattened, lambda _, children: children)
+
+    class Containers(Scaled):
+        def example_draws(self, inv, rng):
+            x = np.ones(inv.args[0].shape, np.float32)
+            return {str(size): ((x, Packed(size)), {}) for size in range(20)}
+
+    sets = inputs_of(Invocation(kernel=Containers(), args=(X, SIZE)))
+    assert {name: int(size[0]) for name, (_, size) in sets.items()} == {str(size): size for size in range(20)}
+    assert len({id(x) for x, _ in sets.values()}) == 1  # all draws share one host array
 
 
 @pytest.mark.parametrize(
@@ -293,7 +323,7 @@ def test_an_invalid_draw_is_an_error(answer, message):
             return answer
 
     with pytest.raises(KernelError, match=message):
-        example_sets(Invocation(kernel=Misfit(), args=(X, SIZE)), np.random.default_rng(0), Choice(config=1))
+        inputs_of(Invocation(kernel=Misfit(), args=(X, SIZE)))
 
 
 # --- several calls ---

@@ -315,6 +315,13 @@ def test_an_array_that_no_vmap_maps_over_is_taken_once():
     assert sizes == {6}
 
 
+def test_the_bytes_of_a_call_need_neither_a_kernel_nor_batch_axes():
+    assert Invocation(op_id="op", args=(X,)).input_bytes == X.nbytes
+    assert Invocation(kernel=KERNEL, args=(X,), batch_sizes=(5,)).input_bytes == 5 * X.nbytes
+    assert Invocation(kernel=KERNEL, args=(X,)).abstract(keeps_kernel=False).input_bytes == X.nbytes
+    assert Invocation(op_id="op", args=(X, X), batch_axes=((1, None),), batch_sizes=(5,)).input_bytes == 6 * X.nbytes
+
+
 def test_a_keyword_for_a_positional_parameter_is_the_same_call():
     assert key_of(X, option="relu") == key_of(X, "relu")
 

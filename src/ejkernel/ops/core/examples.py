@@ -177,12 +177,13 @@ def _one_of_each_draw(
         answer = {"": asked(what, kernel.example_inputs, inv, rng)}
     if not isinstance(answer, Mapping) or not answer or not all(isinstance(name, str) for name in answer):
         raise KernelError(f"{what} must return (args, kwargs) by name, got {value_text(answer)}.")
+    # All arrays before the first id: an array that a draw's flattening makes must outlive the comparison of ids.
+    named = {name: f"{what}: {name!r}" if name else what for name in answer}
+    made = {name: _arrays_of(answer[name], text) for name, text in named.items()}
     placed: dict[int, Any] = {}  # device arrays by the id of the host array, so that draws share common arrays
     found = {}
-    for name, one in dict(answer).items():
-        named = f"{what}: {name!r}" if name else what
-        arrays = _arrays_of(one, named)
-        new = _of_types(inv, arrays, named)
+    for name, arrays in made.items():
+        new = _of_types(inv, arrays, named[name])
         found[name] = [placed.setdefault(id(old), array) for old, array in zip(arrays, new, strict=True)]
     return found
 

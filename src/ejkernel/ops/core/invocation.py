@@ -144,7 +144,16 @@ class Invocation(Generic[Cfg, Out]):
     @property
     def input_bytes(self) -> int:
         """Bytes of all arrays that the call takes; an array under `vmap` counts once for each example."""
-        return sum(int(math.prod(like.shape) * like.dtype.itemsize) for like in self.argument_types)
+        if self._node is not None:
+            return sum(map(_bytes_of, self.argument_types))
+        # A call made by hand may have no kernel, and so no node.
+        arrays = [abstract(leaf) for leaf in jax.tree.leaves((self.args, dict(self.kwargs))) if is_array(leaf)]
+        axes = self.batch_axes or [(0,) * len(arrays)] * len(self.batch_sizes)  # without batch axes, assume all
+        for level, size in zip(axes, self.batch_sizes, strict=True):
+            arrays = [
+                Level(size, level, None, None).batched(like, axis) for like, axis in zip(arrays, level, strict=True)
+            ]
+        return sum(map(_bytes_of, arrays))
 
     @functools.cached_property
     def device_fingerprint(self) -> str:
@@ -213,7 +222,7 @@ class Invocation(Generic[Cfg, Out]):
 
         # A function, because the heuristic is needed only where residuals or results must be traced. Their types are
         # the same under every configuration.
-        def heuristic(*_: object) -> tuple[Any, str]:
+        def heuristic() -> tuple[Any, str]:
             return heuristic_config(self.node.spec.kernel, self.forward or self), self.platform
 
         return tuple(self.node.argument_types(Choice(platform=self.platform, config_for_types=heuristic), own))
@@ -318,6 +327,10 @@ class Invocation(Generic[Cfg, Out]):
 
 def _step(kind: str, *rest: object) -> list[Any]:
     return [kind, *[item if isinstance(item, int | list) else str(item) for item in rest]]  # symbolic sizes as text
+
+
+def _bytes_of(array: HasType) -> int:
+    return int(math.prod(array.shape) * array.dtype.itemsize)
 
 
 def _levels(batch_axes: Any) -> tuple[tuple[int | None, ...], ...]:

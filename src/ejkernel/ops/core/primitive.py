@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -32,7 +32,7 @@ from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.errors import ArgumentError, EjkernelError, GradientError, KernelError
 from ejkernel.ops.utils.fingerprint import default_device, platform_of
 from ejkernel.ops.utils.values.identity import Strong, by_is
-from ejkernel.ops.utils.values.signature import HasType, abstract_tree, is_inexact
+from ejkernel.ops.utils.values.signature import HasType, is_inexact
 from ejkernel.ops.utils.weak_caches import Bounded, PerObject
 
 
@@ -167,10 +167,10 @@ def _traced(call: Call, avals: Sequence[HasType]) -> Types:
     platform = platform_to_trace_for(call.node.spec.kernel, jax.default_backend())
     types = Types(platform=platform)
 
-    def pick(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Any, str]:
-        args, kwargs = abstract_tree((args, kwargs))
+    def pick() -> tuple[Any, str]:
         insisted = None if call.override is None else call.override.config
         spec = call.node.spec
+        args, kwargs = spec.join(call.node.example_types(avals))
         inv: Invocation[Any, Any] = Invocation(
             kernel=spec.kernel, args=args, kwargs=kwargs, method=spec.method, override_cfg=insisted
         )

@@ -55,8 +55,8 @@ class Choice:
         platform: The platform whose hooks run.
         reference: Use the kernel's `reference` and plain differentiation instead of its hooks.
         without_rule: Differentiate the kernel's `run` instead of using its gradient rule.
-        config_for_types: Set if only types are wanted: a function from `(args, kwargs)` to any valid configuration, and
-            the platform whose hooks run with it.
+        config_for_types: Set if only types are wanted: returns any valid configuration, and the platform whose hooks
+            run with it.
         as_call: Set if only types are wanted: turns a node into a function that binds it as a separate call.
         out_tree: Returns the structure of a node's output on the given arrays, if it was traced before.
         trees: A list that receives the structures of the forward's output and residuals, or `None`.
@@ -66,7 +66,7 @@ class Choice:
     platform: str = "cpu"
     reference: bool = False
     without_rule: bool = False
-    config_for_types: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, str]] | None = None
+    config_for_types: Callable[[], tuple[Any, str]] | None = None
     as_call: Callable[[Any], Flat] | None = None
     out_tree: Callable[[Any, Sequence[Any]], Any] | None = None
     trees: list[Any] | None = None
@@ -243,7 +243,7 @@ class Forward(Node):
         if choice.reference:
             return reference_result(kernel, args, kwargs)
         if choice.config_for_types:
-            config, platform = choice.config_for_types(args, kwargs)
+            config, platform = choice.config_for_types()
             choice = dataclasses.replace(choice, config=config, platform=platform, config_for_types=None)
         if self.residuals and not writes_residual_form(kernel):
             return self._with_jax_residuals(choice, args, kwargs)

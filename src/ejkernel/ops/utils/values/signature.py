@@ -91,7 +91,7 @@ def as_array(value: Any) -> Any:
 
 def abstract(value: object) -> jax.ShapeDtypeStruct:
     """Return the shape, dtype and weak type that JAX gives `value`, without its data."""
-    aval = value if isinstance(value, jax.ShapeDtypeStruct | jax.core.ShapedArray) else jax.typeof(value)
+    aval: Any = value if isinstance(value, jax.ShapeDtypeStruct | jax.core.AbstractValue) else jax.typeof(value)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
 
 
