@@ -8,6 +8,7 @@ import json
 import mmap
 import re
 import sys
+import tracemalloc
 import types
 
 import jax.numpy as jnp
@@ -211,6 +212,19 @@ def test_unfinished_lines_and_lines_before_an_error_are_counted(capsys):
         step()
     out, err = capsys.readouterr()
     assert (out, err[:22]) == ("", "left out 3 lines that ")
+
+
+def test_lines_left_out_take_no_memory(capsys):
+    tracemalloc.start()
+    try:
+        with builds.prints_left_out():
+            for _ in range(50):
+                print("x" * 100_000)
+            held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 1_000_000
+    assert "left out 50 lines that" in capsys.readouterr().err
 
 
 def test_a_program_whose_configurations_are_the_heuristic_s_runs_once(bench, folder):

@@ -295,11 +295,12 @@ def test_calls_tuned_together_are_pulled_together_or_not_at_all(tmp_path, monkey
     assert rows(target) == [1, 99]
 
 
-def test_an_error_of_the_network_leaves_the_output_open(capfd, mine, monkeypatch):
+@pytest.mark.parametrize("error", [OSError("no network"), OSError(28, "No space left on device")])
+def test_an_error_of_network_or_disk_leaves_the_output_open(capfd, mine, monkeypatch, error):
     def unreachable(*_):
-        raise OSError("no network")
+        raise error
 
     monkeypatch.setattr(sharing, "place_of", unreachable)
     status, _, err = run(capfd, "diff", "memory://team", cache=mine)
     print("still here")
-    assert (status, err, capfd.readouterr().out) == (1, "ejkernel: error: no network\n", "still here\n")
+    assert (status, err, capfd.readouterr().out) == (1, f"ejkernel: error: {error}\n", "still here\n")

@@ -61,9 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:
                 sys.stdout.flush()  # inside `try`: the reader of the pipe may be gone
         except OSError as error:
-            if not isinstance(error, BrokenPipeError):  # e.g. the disk of the output is full
+            if not isinstance(error, BrokenPipeError):  # e.g. a disk is full, or a file name too long
                 _echo_error(str(error))
-            return _without_reader()
+            _drop_unwritten()
+            return 1
     return status
 
 
@@ -82,11 +83,8 @@ def _run(arguments: list[str] | None) -> int:
         click.echo(f"ejkernel: stopped{_what_is_left(sys.argv[1:] if arguments is None else arguments)}", err=True)
         return 130
     except Exception as error:
-        # E.g. a too long file name, or an error of the network; `main` handles errors of stdout.
-        is_of_file = isinstance(error, OSError) and (error.filename is not None or error.errno is None)
-        # A warning is raised under `PYTHONWARNINGS=error`.
-        is_ours = any(_is_ours(type(error), root) for root in ("EjkernelError", "EjkernelWarning"))
-        if not is_of_file and not is_ours:
+        # A warning is raised under `PYTHONWARNINGS=error`. `main` handles errors of files, the network and stdout.
+        if not any(_is_ours(type(error), root) for root in ("EjkernelError", "EjkernelWarning")):
             raise
         _echo_error(str(error))
         return 1
@@ -117,11 +115,13 @@ def _what_is_left(arguments: Sequence[str]) -> str:
     return f"; finished searches are saved{'' if '--force' in arguments else ', run the command again to continue'}"
 
 
-def _without_reader() -> int:
-    """Exit quietly after the reader of the output has closed the pipe, as `head` does, or after its disk is full."""
+def _drop_unwritten() -> None:
+    """Drop output that cannot be written, because the reader of the pipe is gone, as of `head`, or its disk is full."""
     with contextlib.suppress(AttributeError, OSError, ValueError):  # stdout may not be a file
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes stdout at exit
-    return 1
+        try:
+            sys.stdout.flush()  # succeeds if the error was one of another file
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes stdout at exit
 
 
 def _is_ours(kind: type, root: str) -> bool:

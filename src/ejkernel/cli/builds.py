@@ -226,17 +226,35 @@ def say(text: str) -> None:
     click.echo(text, err=True)
 
 
+class _Lines(io.TextIOBase):
+    """Counts the lines written to it and keeps none of them: a step may print an array in each of its runs."""
+
+    def __init__(self) -> None:
+        self._ends, self._last = 0, "\n"
+
+    def write(self, text: str) -> int:
+        """Count the ends of lines."""
+        self._ends, self._last = self._ends + text.count("\n"), text[-1:] or self._last
+        return len(text)
+
+    @property
+    def count(self) -> int:
+        """Number of lines; the last may be unfinished."""
+        return self._ends + (self._last != "\n")
+
+
 @contextlib.contextmanager
 def prints_left_out() -> Iterator[None]:
     """Leave out the lines that steps print inside the `with` block, e.g. with `jax.debug.print`, and say how many."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    lines = _Lines()
+    with contextlib.redirect_stdout(lines):
         try:
             yield
         finally:
             jax.effects_barrier()  # a step does not wait for its callbacks
-            if lines := len(printed.getvalue().splitlines()):
-                say(f"left out {counted(lines, 'line')} that the steps printed; their printing is part of the times")
+            if lines.count:
+                printed = counted(lines.count, "line")
+                say(f"left out {printed} that the steps printed; their printing is part of the times")
 
 
 def of_mapping(builds: Sequence[Build]) -> str:

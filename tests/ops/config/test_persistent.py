@@ -630,6 +630,17 @@ def test_entries_in_memory_are_read_as_strictly(tmp_path):
         assert cache.get(KEY, FwdParams) is None
 
 
+def test_a_change_of_a_configuration_from_memory_does_not_change_its_entry(tmp_path):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    cache = PersistentCache(tmp_path / "file" / "cache", shipped=False)
+    with pytest.warns(CacheWarning, match="cannot be written"):
+        cache.put(KEY, {"blocks": [64, 32]}, measured={"cases": [1]})
+    cache.get(KEY)["blocks"].append(16)
+    cache.load(KEY).measured["cases"].append(2)
+    next(cache.entries())[1].config["blocks"].append(16)
+    assert (cache.get(KEY), cache.load(KEY).measured) == ({"blocks": [64, 32]}, {"cases": [1]})
+
+
 @pytest.mark.parametrize("step", ["replace", "write"])
 def test_a_write_that_fails_half_way_leaves_nothing_behind(cache, monkeypatch, step):
     cache.put(KEY, 1)
@@ -682,6 +693,24 @@ def test_a_folder_that_may_not_be_listed_is_not_called_an_entry(cache, monkeypat
         CacheWarning, match=r"the folder .* cannot be listed, so its files are ignored: Permission denied"
     ):
         assert cache.keys() == []
+
+
+def test_a_folder_without_a_type_that_may_not_be_searched_is_passed_over(cache, monkeypatch):
+    cache.put(KEY, 1)
+    real = os.scandir
+
+    class Untyped:
+        def __init__(self, item):
+            self.name, self.path = item.name, item.path
+
+        def __fspath__(self):
+            return self.path
+
+        def is_symlink(self):
+            raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(_files.os, "scandir", lambda folder: contextlib.nullcontext(map(Untyped, real(folder))))
+    assert cache.keys() == [KEY]
 
 
 def test_an_entry_that_cannot_be_removed_is_a_warning(cache, monkeypatch):

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
+from ejkernel.ops.utils import weak_caches
 from ejkernel.ops.utils.values.identity import by_is, identity, identity_of_node, token_of
 from ejkernel.ops.utils.weak_caches import Bounded, Noted, PerObject, living
 
@@ -417,6 +418,15 @@ def test_an_unreferenced_instance_is_removed(collect):
     del thing
     collect()
     assert "gone" not in [thing.name for thing in living(Thing)]
+
+
+def test_the_table_does_not_grow_with_removed_instances(collect):
+    collect()
+    before = len(weak_caches._living)
+    for _ in range(100):
+        Thing("gone")
+    collect()
+    assert len(weak_caches._living) <= before
 
 
 def test_instances_of_subclasses_count_and_those_of_other_classes_do_not():

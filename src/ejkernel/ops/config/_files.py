@@ -218,8 +218,9 @@ def places(folder: Path, suffix: str, is_wanted: Callable[[str], bool] | None = 
     Folders that are links are skipped.
     """
     for device in listed(folder):
-        for op in () if device.is_symlink() else listed(device):
-            if (is_wanted is None or is_wanted(op.name)) and not op.is_symlink():
+        # Not `is_symlink()`: on file systems that list no types, it raises if a folder cannot be searched any more.
+        for op in () if os.path.islink(device) else listed(device):
+            if (is_wanted is None or is_wanted(op.name)) and not os.path.islink(op):
                 yield from (f for f in listed(op) if f.name.endswith(suffix) and not f.name.startswith("."))
 
 

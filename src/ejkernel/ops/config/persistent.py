@@ -40,6 +40,7 @@ from ejkernel.ops.config.entries import (
     check_key,
     decoded,
     new_entry,
+    parsed,
     read_at,
     read_entry,
     text_of,
@@ -113,7 +114,8 @@ class PersistentCache(Shown):
         self._has_looked_for_layers = False
         self.shipped = shipped
         self.clock = clock if clock is not None else now
-        self._memory: dict[ConfigKey, tuple[StoredEntry, str]] = {}  # unwritable entries, and the errors of their puts
+        # Texts of unwritable files, so that each lookup returns new objects, and the errors of their puts.
+        self._memory: dict[ConfigKey, tuple[str, str]] = {}
         self._write_failed = False
         self.kept_in: Path | None = None
 
@@ -192,8 +194,8 @@ class PersistentCache(Shown):
         if cfg is None:
             raise ConfigError("cfg must not be None: get() returns None for a missing entry.")
         # Serialize first: a value without a JSON form must not touch the old entry.
-        entry = new_entry(key, cfg, call, measured, self.clock())
-        self._store(entry, text_of(entry))
+        text = text_of(new_entry(key, cfg, call, measured, self.clock()))
+        self._store(key, text)
         reason = why_not_decoded(cfg, key.op)
         if reason:
             warn(f"get() will not find what was stored for {value_text(key)}: {reason}", CacheWarning)
@@ -318,7 +320,8 @@ class PersistentCache(Shown):
     def _all(self, operation: str | None = None) -> Iterator[StoredEntry]:
         """Yield all entries."""
         self._look_for_layers()
-        yield from (entry for entry, _ in list(self._memory.values()))
+        for text, _ in list(self._memory.values()):
+            yield parsed(text.encode(), None)
         for layer in (self.path, *self.layers):
             if isinstance(layer, Path):
                 yield from _all_in(layer, operation)
@@ -329,7 +332,7 @@ class PersistentCache(Shown):
         self._look_for_layers()
         kept = self._memory.get(key)
         if kept is not None:
-            yield f"{key} (in memory)", lambda: kept[0]
+            yield f"{key} (in memory)", functools.partial(parsed, kept[0].encode(), None)
         parts = location(key)
         for layer in (self.path, *self.layers):
             if isinstance(layer, Path):
@@ -342,18 +345,18 @@ class PersistentCache(Shown):
         """Yield the folders, in lookup order."""
         yield from (layer for layer in (self.path, *self.layers) if isinstance(layer, Path))
 
-    def _store(self, entry: StoredEntry, text: str) -> None:
+    def _store(self, key: ConfigKey, text: str) -> None:
         try:
             if self.path is None:
                 raise OSError("no home folder is known")
-            file = self.path.joinpath(*location(entry.key))
+            file = self.path.joinpath(*location(key))
             write_file(file, text, root=self.path)
         except OSError as error:
-            self._memory[entry.key] = entry, error.strerror or str(error)
-            self.keep_elsewhere(location(entry.key), text, error)
+            self._memory[key] = text, error.strerror or str(error)
+            self.keep_elsewhere(location(key), text, error)
         else:
             # The file replaces an older entry in memory, from when the folder was not writable.
-            self._memory.pop(entry.key, None)
+            self._memory.pop(key, None)
             forget_warning(file)
 
     def why_unwritten(self, key: ConfigKey) -> str:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -85,8 +84,7 @@ class Records(Bounded[T]):
     most = 1 << 14
 
 
-_lock = threading.Lock()
-_living: list[weakref.ref[Any]] = []  # in order of creation; a list, because not all instances are hashable
+_living: dict[int, weakref.ref[Any]] = {}  # in order of creation; by address, as in `PerObject`
 
 
 class Noted:
@@ -95,14 +93,12 @@ class Noted:
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Create and register an instance."""
         made = super().__new__(cls)
-        with _lock:
-            _living.append(weakref.ref(made))
+        address, table = id(made), _living  # at shutdown, the global name is deleted before the callbacks run
+        table[address] = weakref.ref(made, lambda _: table.pop(address, None))
         return made
 
 
 def living(cls: type) -> list[Any]:
     """Return the live instances of `cls`, oldest first."""
-    with _lock:
-        found = [(reference, reference()) for reference in _living]
-        _living[:] = [reference for reference, instance in found if instance is not None]
-    return [instance for _, instance in found if isinstance(instance, cls)]
+    found = (reference() for reference in list(_living.values()))
+    return [instance for instance in found if isinstance(instance, cls)]

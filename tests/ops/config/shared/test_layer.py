@@ -306,6 +306,17 @@ def test_protocols_that_do_more_than_list_read_and_write_are_refused_by_name(url
         cache.refresh_if_due()
 
 
+def test_a_store_is_opened_again_after_a_fork(tmp_path, monkeypatch):
+    core = pytest.importorskip("fsspec.core", reason="fsspec is an extra, and is not installed")
+    real, opened = core.url_to_fs, []
+    monkeypatch.setattr(core, "url_to_fs", lambda url: opened.append(url) or real(url))
+    store = stores.Store(tmp_path.as_uri())
+    for process in (1, 1, 2):
+        monkeypatch.setattr(stores.os, "getpid", lambda process=process: process)
+        assert store.sizes() == {}
+    assert len(opened) == 2
+
+
 @pytest.mark.parametrize("url", ["hdfs://team", "simplecache::s3://team"])
 def test_the_user_may_allow_another_protocol(url, monkeypatch):
     monkeypatch.setenv("EJKERNEL_CACHE_PROTOCOLS", "hdfs, simplecache")

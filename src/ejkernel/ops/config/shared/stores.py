@@ -8,6 +8,7 @@ never write different content under one name and need not read before they write
 from __future__ import annotations
 
 import contextlib
+import os
 import posixpath
 import re
 from collections.abc import Iterator
@@ -73,7 +74,7 @@ class Store:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._opened: tuple[Any, str] | None = None
+        self._opened: tuple[int, Any, str] | None = None  # the process that opened it, the file system, and the root
         self._empty: frozenset[str] = frozenset()  # objects of zero bytes at the last listing
 
     def __repr__(self) -> str:
@@ -164,7 +165,8 @@ class Store:
                 system.rm_file(posixpath.join(root, name))
 
     def _system(self) -> tuple[Any, str]:
-        if self._opened is None:
+        # In a forked process, the file systems of buckets refuse to work.
+        if self._opened is None or self._opened[0] != os.getpid():
             check_protocols(self.url)
             try:
                 from fsspec.core import url_to_fs
@@ -176,8 +178,8 @@ class Store:
                 if self._package is None:
                     raise
                 raise self._lacks(self._package) from error
-            self._opened = system, str(root)
-        return self._opened
+            self._opened = os.getpid(), system, str(root)
+        return self._opened[1:]
 
     @property
     def _package(self) -> str | None:
