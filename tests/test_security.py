@@ -491,7 +491,7 @@ class Bucket:
 def layer_over(tmp_path, bucket):
     def connect(url):
         store = Store(url)
-        store._opened = bucket, "root"
+        store._system = lambda: (bucket, "root")
         return store
 
     return SharedLayer("bucket://team", tmp_path, connect=connect)
