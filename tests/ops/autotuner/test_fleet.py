@@ -325,7 +325,7 @@ def test_killing_a_ray_worker_loses_no_result(cluster, monkeypatch):
         message = receive(worker)
         if message is not None and isinstance(unpickled(message), Happened) and not killed:
             killed.append(worker.where)
-            os.kill(worker.where.pid, signal.SIGKILL)
+            os.kill(int(worker.where.split()[1]), signal.SIGKILL)  # "process 7 on host"
         return message
 
     monkeypatch.setattr(dispatch.ExecutorWorker, "receive", kill_the_first)
