@@ -8,8 +8,8 @@ import itertools
 
 import jax
 
-from ejkernel.ops.autotuner.measure.measurement import Measurement
-from ejkernel.ops.autotuner.measure.sampling import CLOCK, PROCESSOR, Sample, in_each, mean_sample
+from ejkernel.ops.autotuner.measure.measurement import measurements_of
+from ejkernel.ops.autotuner.measure.sampling import CLOCK, Sample, mean_sample
 
 
 def interleaved_with(time_of):
@@ -39,14 +39,8 @@ def interleaved_with(time_of):
                 keys = [(configs[index], case) for case in cases] or [(configs[index],)]
                 taken = mean_sample([sample(*key) for key in keys], [case.weight for case in cases])
                 sampling.note(index, taken.seconds, taken.work, taken.cases)
-        witness, judged = sampling.judged
-        method = "wall" if witness == CLOCK else witness
-        measurements = []
-        for noted, samples in zip(sampling.noted, judged, strict=True):
-            times = in_each(noted, by_work=witness == PROCESSOR) or [()] * len(cases)
-            own = tuple(dataclasses.replace(case, samples=each) for case, each in zip(cases, times, strict=True))
-            measurements.append(Measurement(samples=samples, method=method, cases=own))
-        return measurements
+        witness, _ = sampling.judged
+        return measurements_of(sampling, cases, "wall" if witness == CLOCK else witness)
 
     return interleaved
 

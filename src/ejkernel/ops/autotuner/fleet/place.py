@@ -73,7 +73,7 @@ class RefusedError(TuningError):
 
 
 def location(pid: int | None = None) -> str:
-    """Return the name of a process of this machine, by default this one."""
+    """Return the name of a process on this machine; without a pid, of the current process."""
     return f"process {os.getpid() if pid is None else pid} on {platform.node()}"
 
 

@@ -100,7 +100,7 @@ class Measurement:
 
 
 class Runner:
-    """A function that is called with sets of arguments in turn.
+    """Calls a function with the next of several sets of arguments.
 
     A single set stays in the device's caches; with as many sets as `sets_for_cold` returns, no call finds its arguments
     in a cache.
@@ -174,8 +174,13 @@ def interleaved(
         timer = WALL
         sampling.restart()
         sampler.run(timer, calls)
+    witness, _ = sampling.judged
+    return measurements_of(sampling, cases, PROCESSOR if witness == PROCESSOR else timer.method)
+
+
+def measurements_of(sampling: Sampling, cases: Sequence[Case], method: str) -> list[Measurement]:
+    """Return the measurement of each function of a sampling, with its samples in each case; `method` made them."""
     witness, samples = sampling.judged
-    method = PROCESSOR if witness == PROCESSOR else timer.method
     measurements = []
     for noted, values in zip(sampling.noted, samples, strict=True):
         times = in_each(noted, by_work=witness == PROCESSOR) or [()] * len(cases)

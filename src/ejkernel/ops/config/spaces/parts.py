@@ -216,7 +216,7 @@ class Part:
 
     @functools.cached_property
     def _order(self) -> list[int]:
-        """The order of axes in which constraints can be checked soonest."""
+        """The order of axes that completes the arguments of constraints soonest."""
         position = {name: i for i, name in enumerate(self.names)}
         left = [[position[name] for name in constraint.reads or position] for constraint in self.constraints]
         order: dict[int, None] = {}

@@ -157,7 +157,7 @@ def describe_static(value: Any) -> Any:
 
 
 def _describe(value: Any, inner: Callable[[Any], Any]) -> Any:
-    """Return the description of a value that is no array, with those of its items by `inner`."""
+    """Return the description of a value that is no array, whose items `inner` describes."""
     if isinstance(value, enum.Enum):  # before the plain types: a member of a `StrEnum` is also a str
         is_member = value.name in type(value).__members__  # a union of flags, or none of them, has no name of its own
         return {"enum": _type_name(type(value))} | ({"name": value.name} if is_member else {"value": value.value})
